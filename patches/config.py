@@ -1,0 +1,113 @@
+"""Config seam: from `additional_config["afd"]` to a server that is whole, or none at all."""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import afdpatch
+from afdpatch.patches.features import check_features, refuse
+from afdpatch.patches.models import tables
+from afdpatch.patches.settings import AfdSettings
+from afdpatch.registry import PatchError
+from afdpatch.runtime.config import AfdConfig, ConfigError
+from afdpatch.runtime.status import ENVIRONMENT_VARIABLE, StatusPage
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+USAGE = 2
+"""Exit code of a configuration that AFD doesn't take."""
+FFN_KV_BYTES = 1 << 20
+"""An FFN server has no KV cache; any explicit size keeps vLLM from reserving most of the memory for one."""
+WORKERS = {"cpu": "afdpatch.patches.worker_cpu"}
+"""Module of the role's workers, by vLLM's device type."""
+
+
+def create_engine_config(
+    original: Callable[..., "VllmConfig"],
+) -> Callable[..., "VllmConfig"]:
+    """Around `EngineArgs.create_engine_config`: the original alone without AFD, a checked role with it."""
+
+    @functools.wraps(original)
+    def wrapper(
+        self: "EngineArgs", usage_context: "UsageContext | None" = None, headless: bool = False
+    ) -> "VllmConfig":
+        if not isinstance(self.additional_config, dict) or "afd" not in self.additional_config:
+            return original(self, usage_context, headless)
+        serving = usage_context is not None and usage_context.name == "OPENAI_API_SERVER"
+        try:
+            return _with_afd(original, self, usage_context, headless)
+        except ConfigError as error:
+            if serving:
+                sys.exit(_say(f"afdpatch: {error}", USAGE))
+            raise
+        except PatchError as error:
+            if serving:
+                sys.exit(_say(f"afdpatch: this server's patches can't be applied whole: {error}", error.exit_code))
+            raise
+
+    return wrapper
+
+
+def _say(message: str, code: int) -> int:
+    print(message, file=sys.stderr, flush=True)
+    return code
+
+
+def _with_afd(
+    original: Callable[..., "VllmConfig"], args: "EngineArgs", usage: "UsageContext | None", headless: bool
+) -> "VllmConfig":
+    afd = AfdConfig.parse(args.additional_config["afd"])
+    if headless:
+        raise refuse(tables(), "headless", "--headless")
+    others = {key: value for key, value in args.additional_config.items() if key != "afd"}
+    _settle(args, afd)
+    vllm_config = original(args, usage, headless)
+    row = tables().row(vllm_config.model_config.architectures)
+    check_features(tables(), afd, vllm_config)
+    _check_worker(vllm_config.parallel_config.worker_cls, afd.role)
+    afdpatch.patchset.apply(role=afd.role, process="api")
+    vllm_config.additional_config = AfdSettings(afd, row, afdpatch.patchset.digest, others)
+    if ENVIRONMENT_VARIABLE not in os.environ:
+        os.environ[ENVIRONMENT_VARIABLE] = _page(afd.role).path
+    return vllm_config
+
+
+def _settle(args: "EngineArgs", afd: AfdConfig) -> None:
+    """Set what the role needs where the user left vLLM's default; runs again in each API server, with the same outcome."""
+    from vllm.platforms import current_platform
+
+    workers = WORKERS.get(current_platform.device_type)
+    if workers is None:
+        raise refuse(tables(), "device", current_platform.device_type)
+    if args.worker_cls == "auto":
+        args.worker_cls = f"{workers}.{'AttentionWorker' if afd.role == 'attention' else 'FFNWorker'}"
+    if afd.role == "ffn":
+        if args.enable_prefix_caching:
+            raise ConfigError("--enable-prefix-caching", "on", "the FFN server has no KV cache to keep prefixes in; leave it out")
+        args.enable_prefix_caching = False
+        if args.kv_cache_memory_bytes is None:
+            args.kv_cache_memory_bytes = FFN_KV_BYTES
+
+
+def _check_worker(worker_cls: Any, role: str) -> None:
+    """A worker class of the user's own must still be the role's."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from afdpatch.patches.worker import AttentionRole, FFNRole
+
+    expected = AttentionRole if role == "attention" else FFNRole
+    found = resolve_obj_by_qualname(worker_cls) if isinstance(worker_cls, str) else worker_cls
+    if not (isinstance(found, type) and issubclass(found, expected)):
+        allowed = f"auto, or a subclass of {expected.__module__}.{expected.__qualname__}"
+        raise ConfigError("--worker-cls", str(worker_cls), f"allowed for the role {role}: {allowed}")
+
+
+@functools.lru_cache(maxsize=1)
+def _page(role: str) -> StatusPage:
+    """This server's status page; it lives as long as this process, which made it."""
+    return StatusPage.create(role)

@@ -1,0 +1,88 @@
+"""Each refused feature's check on a complete VllmConfig. The table of manifests/models.yaml says what and why."""
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from afdpatch.patches.models import Tables
+from afdpatch.runtime.config import AfdConfig, ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
+EXECUTORS = (None, "uni", "mp")
+
+Check = Callable[[AfdConfig, "VllmConfig"], Any]
+"""Returns what was found (shown to the user) if the feature is on, else something false."""
+
+
+def _above_one(value: int | None) -> int | None:
+    return value if value is not None and value > 1 else None
+
+
+def _executor(vllm: "VllmConfig") -> str | None:
+    backend = vllm.parallel_config.distributed_executor_backend
+    return None if backend in EXECUTORS else str(backend)
+
+
+def _offload(vllm: "VllmConfig") -> str | None:
+    offload = vllm.offload_config
+    on = offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0
+    return "on" if on else None
+
+
+CHECKS: dict[str, Check] = {
+    "device": lambda afd, c: c.device_config.device_type != "cpu" and c.device_config.device_type,
+    "runner-v2": lambda afd, c: c.use_v2_model_runner,
+    "attention-ranks": lambda afd, c: _above_one(afd.num_attention_ranks),
+    "ffn-ranks": lambda afd, c: _above_one(afd.num_ffn_ranks),
+    "gate-on-attention": lambda afd, c: afd.compute_gate_on_attention,
+    "tensor-parallel": lambda afd, c: _above_one(c.parallel_config.tensor_parallel_size),
+    "data-parallel": lambda afd, c: _above_one(c.parallel_config.data_parallel_size),
+    "pipeline-parallel": lambda afd, c: _above_one(c.parallel_config.pipeline_parallel_size),
+    "context-parallel": lambda afd, c: (
+        _above_one(c.parallel_config.prefill_context_parallel_size)
+        or _above_one(c.parallel_config.decode_context_parallel_size)
+    ),
+    "sequence-parallel": lambda afd, c: c.parallel_config.use_sequence_parallel_moe,
+    "expert-parallel": lambda afd, c: c.parallel_config.enable_expert_parallel,
+    "eplb": lambda afd, c: c.parallel_config.enable_eplb,
+    "micro-batches": lambda afd, c: c.parallel_config.enable_dbo or _above_one(c.parallel_config.ubatch_size),
+    "quantisation": lambda afd, c: c.model_config.quantization or (c.quant_config and type(c.quant_config).__name__),
+    "lora": lambda afd, c: c.lora_config and "on",
+    "speculative": lambda afd, c: c.speculative_config and c.speculative_config.method,
+    "multimodal": lambda afd, c: c.model_config.is_multimodal_model,
+    "pooling": lambda afd, c: c.model_config.runner_type != "generate" and c.model_config.runner_type,
+    "kv-transfer": lambda afd, c: (c.kv_transfer_config or c.ec_transfer_config) and "on",
+    "routed-experts": lambda afd, c: c.model_config.enable_return_routed_experts,
+    "load-format": lambda afd, c: c.load_config.load_format not in LOAD_FORMATS and c.load_config.load_format,
+    "load-threads": lambda afd, c: c.load_config.model_loader_extra_config.get("enable_multithread_load"),
+    "executor": lambda afd, c: _executor(c),
+    "api-servers": lambda afd, c: _above_one(c.parallel_config._api_process_count),
+    "headless": lambda afd, c: False,  # known before the configuration is: see afdpatch.patches.config
+    "rust-front-end": lambda afd, c: os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"),
+    "cpu-offload": lambda afd, c: _offload(c),
+    "weight-transfer": lambda afd, c: c.weight_transfer_config and "on",
+}
+
+
+def refuse(table: Tables, feature: str, found: object) -> ConfigError:
+    """The error for a refused feature."""
+    row = table.refused[feature]
+    return ConfigError(row.what, str(found), f"not supported by AFD yet, because {row.why} (see `afdpatch models`)")
+
+
+def check_features(table: Tables, afd: AfdConfig, vllm_config: "VllmConfig") -> None:
+    """Refuse what AFD doesn't do.
+
+    Raises:
+        ConfigError: names the first feature that is on, what was found, and why it is refused.
+    """
+    for feature, check in CHECKS.items():
+        if found := check(afd, vllm_config):
+            raise refuse(table, feature, found)
+    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    row = table.row(vllm_config.model_config.architectures)
+    if dtype not in row.dtypes:
+        raise ConfigError("dtype", dtype, f"allowed for {row.architecture}: {', '.join(row.dtypes)}")
