@@ -1,4 +1,4 @@
-"""The keys of ``additional_config["afd"]``: names, aliases, defaults and coercions of afd-plugin, so that its command lines run."""
+"""The keys of ``additional_config["afd"]``, as afd-plugin has them, so that its command lines run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class ConfigError(ValueError):
 class AfdConfig:
     """What one server knows about AFD before anything is loaded.
 
-    Counts are worker totals (data parallel x tensor parallel), as in afd-plugin. Times are seconds unless the name says otherwise.
+    Counts are worker totals (data parallel x tensor parallel), as in afd-plugin. Times are seconds unless the name
+    says otherwise.
     """
 
     role: str = "attention"

@@ -1,7 +1,7 @@
 """What crosses between the roles: the 64-byte hop header, the JSON greeting, their limits. No pickle, no torch.
 
-Every message is one datagram of a connection that keeps message boundaries. The first message each way is a greeting (or a refusal);
-after it every message is a header, and an ERROR carries its text behind it.
+Every message is one datagram of a connection that keeps message boundaries. The first message each way is a greeting
+(or a refusal); after it every message is a header, and an ERROR carries its text behind it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _short(value: object) -> str:
 
 
 class Header(NamedTuple):
-    """A hop header, decoded. Counts are elements unless the name says bytes; ``offset`` is from the start of the memfd."""
+    """A hop header, decoded. ``nbytes`` is the payload's; ``offset`` counts bytes from the start of the memfd."""
 
     kind: int
     dtype: int
@@ -127,8 +127,8 @@ def clip(text: str, limit: int) -> bytes:
 class Greeting:
     """Who a server is and what it will send or accept; exchanged once, before weights load.
 
-    ``layers`` are the indices of the decoder layers whose FFN is remote, ascending. ``max_rows`` is the most rows of one hop.
-    ``dtype`` is torch's name of the hidden states' type without the ``torch.``. Digests are hex text.
+    ``layers`` are the indices of the decoder layers whose FFN is remote, ascending. ``max_rows`` is the most rows of
+    one hop. ``dtype`` is torch's name of the hidden states' type without the ``torch.``. Digests are hex text.
 
     Raises:
         ProtocolError: a field of the wrong type or out of its limits.
@@ -229,8 +229,8 @@ _EQUAL = (
 def compare(ours: Greeting, theirs: Greeting) -> list[Mismatch]:
     """The fields on which two greetings of the two roles can't work together; empty when they can.
 
-    The roles must differ; the attention side's ``max_rows`` and ``micro_batches`` must not pass the FFN side's; ``rank`` and ``state`` are
-    each side's own; everything else must be equal.
+    The roles must differ; the attention side's ``max_rows`` and ``micro_batches`` must not pass the FFN side's;
+    ``rank`` and ``state`` are each side's own; everything else must be equal.
     """
     found: list[Mismatch] = []
     if ours.role == theirs.role:
@@ -286,7 +286,7 @@ def decode_answer(message: bytes) -> Greeting | Refusal:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the payloads lie in the memfd: for each micro-batch an A2F region, then an F2A region, each from a page boundary on."""
+    """Where the payloads lie in the memfd: for each micro-batch an A2F region, then an F2A region, page-aligned."""
 
     max_rows: int
     hidden: int
@@ -350,7 +350,9 @@ class HopLimits:
         if not 1 <= header.rows <= self._max_rows:
             raise ProtocolError("rows", header.rows, f"1..{self._max_rows}")
         if header.layer not in self._layers:
-            raise ProtocolError("layer", header.layer, f"a layer of the greeting ({_value(tuple(sorted(self._layers)))})")
+            raise ProtocolError(
+                "layer", header.layer, f"a layer of the greeting ({_value(tuple(sorted(self._layers)))})"
+            )
         if header.micro_batch >= len(self._offsets):
             raise ProtocolError("micro_batch", header.micro_batch, f"0..{len(self._offsets) - 1}")
         if header.offset != self._offsets[header.micro_batch]:

@@ -1,0 +1,1 @@
+"""Connectors move hops between the roles; ``base`` is the contract, the other modules are transports."""
