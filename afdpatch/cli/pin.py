@@ -1,0 +1,81 @@
+"""`afdpatch pin`: makes a manifest's lock from the source of the release that the manifest names."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from afdpatch.registry import Lock, Manifest, PatchError, SourceTree, lock_path, packaged_manifest
+
+DESCRIPTION = """\
+Reads the manifest and the source of the release that it names, takes the fingerprints of every target and of every
+relied-on symbol, and writes the lock. Nothing of the package is imported.
+
+Commit the lock together with the manifest.
+"""
+
+EXIT_CODES = """\
+exit codes:
+  0  the lock was written, or is the same already
+  2  usage, or the manifest is not valid
+  3  a target, a relied-on symbol or a holder is absent
+  8  the source is another release than the manifest names
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the command's parser."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "pin",
+        help="make the lock for a vLLM release",
+        description=DESCRIPTION,
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--source",
+        type=Path,
+        metavar="DIR",
+        help="a source root that holds the package's folder, or that folder itself (default: the installed package)",
+    )
+    parser.add_argument("--manifest", type=Path, metavar="FILE", help="the manifest (default: afdpatch's own)")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="the lock (default: locks/VERSION.json beside the manifest)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    try:
+        path = args.manifest or packaged_manifest("afdpatch.manifests", "afd")
+        manifest = Manifest.read(path)
+        lock = Lock.make(manifest, source_tree(manifest.package, args.source), installed=args.source is None)
+        output = args.output or lock_path(path, manifest.version)
+        text = lock.to_json()
+        same = output.is_file() and output.read_text(encoding="utf-8") == text
+        if not same:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(text, encoding="utf-8")
+    except PatchError as error:
+        print(f"afdpatch pin: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"afdpatch pin: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"{output}: {'unchanged' if same else 'written'}; {len(manifest.entries)} entries, {len(lock.symbols)} symbols "
+        f"in {len(lock.files)} files of {manifest.package} {manifest.version}, digest {lock.digest[:12]}"
+    )
+    return 0
+
+
+def source_tree(package: str, directory: Path | None) -> SourceTree:
+    """The source tree that `--source` names.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    return SourceTree.installed(package) if directory is None else SourceTree.at(package, directory)

@@ -1,0 +1,135 @@
+"""Fingerprints of source: what a symbol does (body) and how it is used (interface), from its syntax tree.
+
+A tree is written out in a form of our own, since `ast.dump` differs between Python versions. Left out are positions,
+comments, docstrings (any statement that is only a string), expression contexts, string prefixes and empty fields;
+adjacent pieces of an f-string are joined. The result is the same on Python 3.10 to 3.13 for source that all can parse.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterable, Sequence
+
+Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+_SKIPPED_FIELDS = frozenset({"ctx", "kind", "type_comment", "type_ignores", "type_params"})
+_VALUE_NODES = (ast.Constant, ast.MatchSingleton)
+
+
+def digest(text: str) -> str:
+    """The sha256 of a text, as 64 hexadecimal digits."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def normalise(node: object) -> str:
+    """Writes a syntax tree, or a list of them, as one line of ASCII."""
+    out: list[str] = []
+    _write(node, out)
+    return "".join(out)
+
+
+def body(definitions: Sequence[ast.AST]) -> str:
+    """The fingerprint of what the definitions of one symbol do.
+
+    Args:
+        definitions: every definition of the name in its scope, in the order of the source.
+    """
+    return digest("\n".join(normalise(_inside(node)) for node in definitions))
+
+
+def interface(definitions: Sequence[ast.AST], guards: Sequence[str], owners: Sequence[ast.ClassDef]) -> str:
+    """The fingerprint of how a symbol is used: signature, annotations, decorators, bases, and the classes around it.
+
+    Args:
+        definitions: as for `body`.
+        guards: for each definition, the conditions that it stands under.
+        owners: the classes around the symbol, the outermost first.
+    """
+    lines = [_head(owner) for owner in owners]
+    lines += [f"{guard} {_head(node)}" for guard, node in zip(guards, definitions, strict=True)]
+    return digest("\n".join(lines))
+
+
+def _inside(node: ast.AST) -> object:
+    if isinstance(node, (*Function, ast.ClassDef)):
+        return _Block(node.body)
+    return getattr(node, "value", None)
+
+
+def _head(node: ast.AST) -> str:
+    kind = type(node).__name__
+    if isinstance(node, Function):
+        return f"{kind} {node.name} {normalise([node.args, _Optional(node.returns), node.decorator_list])}"
+    if isinstance(node, ast.ClassDef):
+        return f"{kind} {node.name} {normalise([node.bases, node.keywords, node.decorator_list])}"
+    return f"{kind} {normalise(getattr(node, 'annotation', None))}"
+
+
+class _Block(list[ast.stmt]):
+    """The statements of a suite; its bare strings do not count."""
+
+
+class _Optional:
+    """A node, or its absence."""
+
+    def __init__(self, node: ast.AST | None) -> None:
+        self.node = node
+
+
+def _write(node: object, out: list[str]) -> None:
+    if isinstance(node, ast.JoinedStr):
+        out.append("(JoinedStr ")
+        _write(_joined(node.values), out)
+        out.append(")")
+    elif isinstance(node, ast.AST):
+        _write_node(node, out)
+    elif isinstance(node, _Optional):
+        _write(node.node, out)
+    elif isinstance(node, _Block):
+        kept = [item for item in node if not _is_bare_string(item)]
+        _write(kept or [ast.Pass()], out)
+    elif isinstance(node, list):
+        out.append("[")
+        for item in node:
+            _write(item, out)
+            out.append(",")
+        out.append("]")
+    else:
+        # !a and not !r: which characters repr() shows depends on the Python version's Unicode tables.
+        out.append(f"{type(node).__name__}:{node!a}")
+
+
+def _write_node(node: ast.AST, out: list[str]) -> None:
+    out.append(f"({type(node).__name__}")
+    for name in sorted(node._fields):
+        value = getattr(node, name, None)
+        if name in _SKIPPED_FIELDS or value == []:
+            continue
+        if value is None and not (name == "value" and isinstance(node, _VALUE_NODES)):
+            continue
+        if name in ("body", "orelse", "finalbody") and isinstance(value, list):
+            value = _Block(value)
+        if isinstance(value, ast.JoinedStr) and not _joined(value.values):
+            continue
+        out.append(f" {name}=")
+        _write(value, out)
+    out.append(")")
+
+
+def _is_bare_string(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _joined(values: Iterable[ast.expr]) -> list[ast.expr]:
+    """The parts of an f-string, adjacent texts joined and empty ones left out: Python versions differ in those."""
+    parts: list[ast.expr] = []
+    for value in values:
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            if not value.value:
+                continue
+            if parts and isinstance(last := parts[-1], ast.Constant) and isinstance(last.value, str):
+                parts[-1] = ast.Constant(last.value + value.value)
+                continue
+        parts.append(value)
+    return parts

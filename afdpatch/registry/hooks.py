@@ -1,0 +1,90 @@
+"""Import hooks: to be called when a module has been imported, and to refuse a module for good.
+
+wrapt calls the hook; a module whose hook failed once would be imported unpatched the second time, hence the refusals.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from afdpatch.registry.errors import Conflict, PatchError
+
+
+class ImportHooks:
+    """Calls one function after the import of any of a growing set of modules.
+
+    Args:
+        imported: called with the module's name and the module, once its own code has run and before the importer goes
+            on. What it raises fails the import.
+    """
+
+    def __init__(self, imported: Callable[[str, ModuleType], None]) -> None:
+        self._imported = imported
+        self._watched: set[str] = set()
+        self._refusals = _Refusals()
+
+    def watch(self, name: str) -> None:
+        """Watches a module that isn't imported yet; more than once is once."""
+        import wrapt
+
+        if name in self._watched:
+            return
+        self._watched.add(name)
+        wrapt.register_post_import_hook(lambda module: self._fire(name, module), name)
+
+    def _fire(self, name: str, module: ModuleType) -> None:
+        self._watched.discard(name)
+        self._imported(name, module)
+
+    def refuse(self, name: str, error: PatchError) -> None:
+        """Lets every later import of a module fail with an error."""
+        self._refusals.errors[name] = error
+        if self._refusals not in sys.meta_path:
+            sys.meta_path.insert(0, self._refusals)
+
+    def allow_all(self) -> None:
+        """Ends all refusals."""
+        self._refusals.errors.clear()
+        if self._refusals in sys.meta_path:
+            sys.meta_path.remove(self._refusals)
+
+
+class _Refusals:
+    """A finder that finds nothing and fails for the modules it was told of."""
+
+    def __init__(self) -> None:
+        self.errors: dict[str, PatchError] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in self.errors:
+            raise self.errors[fullname]
+        return None
+
+
+def imported_module(name: str) -> ModuleType | None:
+    """A module that has been imported completely, or None if its import hasn't begun.
+
+    Another thread's import of it is waited for.
+
+    Raises:
+        Conflict: this very thread is in the middle of importing it.
+    """
+    if sys.modules.get(name) is None:
+        return None
+    module = importlib.import_module(name)
+    spec = getattr(module, "__spec__", None)
+    if getattr(spec, "_initializing", False):
+        raise Conflict(
+            "the patches are armed from within the import of a module that they patch",
+            symbol=name,
+            expected="armed before that import begins, or after it ended",
+            found=f"{name} is half imported",
+            todo="import afdpatch earlier",
+        )
+    return module

@@ -1,0 +1,186 @@
+"""The lock: a frozen manifest with the fingerprints of everything it stands on, in one release of the package.
+
+`afdpatch pin` makes it from source; the run path reads only this file, which is JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from afdpatch.registry.errors import LockError, ManifestError, OtherVersion, TargetAbsent
+from afdpatch.registry.identity import identify
+from afdpatch.registry.manifest import Entry, Manifest
+from afdpatch.registry.source import SourceTree, Symbol, SymbolAbsent, SymbolMoved
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Lock:
+    """A manifest pinned to one release.
+
+    Attributes:
+        manifest: the frozen manifest.
+        digest: the sha256 of the frozen manifest as canonical JSON; names the set everywhere.
+        files: the sha256 of each file that a target, a relied-on symbol or a holder is in.
+        symbols: what each target and relied-on symbol was, by the manifest's name for it.
+    """
+
+    manifest: Manifest
+    digest: str
+    files: Mapping[str, str]
+    symbols: Mapping[str, Symbol]
+
+    @classmethod
+    def make(cls, manifest: Manifest, tree: SourceTree, *, installed: bool = False) -> Lock:
+        """Pins a manifest to a source tree.
+
+        Args:
+            manifest: what to pin.
+            tree: the source of the release that the manifest names.
+            installed: the tree is the installed package, whose distribution reports a version too.
+
+        Raises:
+            OtherVersion: the tree is another release, or reports another commit, than the manifest's header.
+            TargetAbsent: a symbol or a holder isn't there.
+            ManifestError: an entry's target can't be patched that way, or names a module that only imports it.
+        """
+        identity = identify(tree, manifest.distributions if installed else ())
+        if identity.version != manifest.version or identity.has_commit(manifest.commit) is False:
+            commit = f" at commit {identity.commit}" if identity.commit else ""
+            raise OtherVersion(
+                f"{tree.root} is not the release of the manifest's header",
+                expected=f"{manifest.package} {manifest.version} at commit {manifest.commit}",
+                found=f"{identity}{commit}",
+                todo="pin from that release, or set version and commit in the manifest's header to port it",
+            )
+        files: dict[str, str] = {}
+        symbols: dict[str, Symbol] = {}
+        for entry in manifest.entries:
+            for name in entry.symbols:
+                symbols[name] = symbol = _resolve(entry, name, tree)
+                files |= {file: tree.sha256(file) or "" for file in symbol.files}
+            _check_kind(entry, symbols[entry.target])
+            for holder in entry.holders:
+                source = tree.file(holder)
+                if source is None or not source.imports(entry.module, entry.qualname):
+                    raise TargetAbsent(
+                        "the holder doesn't hold the target",
+                        patch_id=entry.id,
+                        symbol=holder,
+                        expected=f"from {entry.module} import {entry.qualname}",
+                        found="no such import" if source else "no such module",
+                        todo="correct the entry's holders",
+                    )
+                files[source.file] = source.sha256
+        return cls(manifest=manifest, digest=manifest_digest(manifest), files=files, symbols=symbols)
+
+    @classmethod
+    def parse(cls, text: str, *, source: str) -> Lock:
+        """Reads a lock's text.
+
+        Args:
+            text: JSON as `to_json` writes it.
+            source: the file's name, for errors.
+
+        Raises:
+            LockError: it is no lock, it is of another format, or its frozen manifest was edited by hand.
+        """
+        todo = "make it again with `afdpatch pin`"
+        try:
+            data = json.loads(text)
+            if data["format"] != FORMAT:
+                raise LockError(f"{source}: another format", expected=str(FORMAT), found=str(data["format"]), todo=todo)
+            manifest = Manifest.parse(data["manifest"], source=source)
+            symbols = {name: _symbol(name, value) for name, value in data["symbols"].items()}
+            lock = cls(manifest=manifest, digest=data["digest"], files=dict(data["files"]), symbols=symbols)
+        except (ValueError, KeyError, TypeError, AttributeError, ManifestError) as error:
+            raise LockError(f"{source}: not a lock", found=f"{type(error).__name__}: {error}", todo=todo) from error
+        missing = [name for entry in manifest.entries for name in entry.symbols if name not in symbols]
+        if missing:
+            raise LockError(f"{source}: no fingerprints of {missing[0]}", todo=todo)
+        actual = manifest_digest(manifest)
+        if actual != lock.digest:
+            raise LockError(f"{source}: edited by hand", expected=lock.digest, found=actual, todo=todo)
+        return lock
+
+    @classmethod
+    def read(cls, path: Path) -> Lock:
+        """Reads a lock's file.
+
+        Raises:
+            LockError: as `parse`, or the file cannot be read.
+        """
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise LockError(f"{path}: the lock cannot be read", found=str(error), todo="run `afdpatch pin`") from error
+        return cls.parse(text, source=str(path))
+
+    def to_json(self) -> str:
+        """The lock's text: indented, sorted, with a newline at the end."""
+        symbols = {}
+        for name, symbol in self.symbols.items():
+            symbols[name] = {key: value for key, value in asdict(symbol).items() if key != "name"}
+        data = {
+            "format": FORMAT,
+            "package": self.manifest.package,
+            "version": self.manifest.version,
+            "commit": self.manifest.commit,
+            "digest": self.digest,
+            "manifest": self.manifest.as_dict(),
+            "files": dict(self.files),
+            "symbols": symbols,
+        }
+        return json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def manifest_digest(manifest: Manifest) -> str:
+    """The sha256 of a manifest's canonical JSON."""
+    text = json.dumps(manifest.as_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def lock_path(manifest: Path, version: str) -> Path:
+    """Where the lock of a manifest's file for a release is."""
+    return manifest.parent / "locks" / f"{version}.json"
+
+
+def _symbol(name: str, data: Mapping[str, Any]) -> Symbol:
+    return Symbol(name=name, **{**data, "files": tuple(data["files"])})
+
+
+def _resolve(entry: Entry, name: str, tree: SourceTree) -> Symbol:
+    try:
+        return tree.resolve(name)
+    except SymbolMoved as error:
+        raise ManifestError(
+            "the entry names a module that only imports the symbol",
+            patch_id=entry.id,
+            symbol=name,
+            expected="the module that defines it",
+            found=str(error),
+            todo=f"write {error.definition}",
+        ) from error
+    except SymbolAbsent as error:
+        raise TargetAbsent(
+            "the symbol is absent", patch_id=entry.id, symbol=name, found=str(error), todo="correct the entry"
+        ) from error
+
+
+def _check_kind(entry: Entry, symbol: Symbol) -> None:
+    allowed = ("function", "staticmethod", "classmethod")
+    if entry.patches_target and symbol.kind not in allowed:
+        raise ManifestError(
+            f"kind {entry.kind!r} patches functions and methods only",
+            patch_id=entry.id,
+            symbol=entry.target,
+            expected=" | ".join(allowed),
+            found=f"{symbol.kind} ({symbol.file}:{symbol.line})",
+            todo="name a method of it",
+        )

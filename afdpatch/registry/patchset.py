@@ -1,0 +1,352 @@
+"""The patches of one process: armed at import, applied as a whole when the role is known, taken back as a whole."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from types import ModuleType, TracebackType
+from typing import Any
+
+from afdpatch.registry.errors import Conflict, NotInEffect, OtherVersion, PatchError
+from afdpatch.registry.hooks import ImportHooks, imported_module
+from afdpatch.registry.identity import identify
+from afdpatch.registry.journal import Journal, Record
+from afdpatch.registry.lock import Lock
+from afdpatch.registry.manifest import Entry
+from afdpatch.registry.packaged import packaged_lock
+from afdpatch.registry.report import Report
+from afdpatch.registry.source import SourceTree
+from afdpatch.registry.transaction import transact
+from afdpatch.registry.verify import verify
+
+
+class State(str, Enum):
+    """What an entry is in this process."""
+
+    IDLE = "idle"
+    """Not armed, or not used by the role and kind of this process so far."""
+
+    PENDING = "pending"
+    """Armed; put in effect as soon as its target's module is imported."""
+
+    APPLIED = "applied"
+    """In effect: every slot holds our object, read back now."""
+
+    LOST = "lost"
+    """It was in effect, and a slot holds another object now."""
+
+    CHECKED = "checked"
+    """`official`: nothing is patched; its target was found as pinned."""
+
+
+class PatchSet:
+    """A lock's patches in this process.
+
+    Args:
+        lock: gives the lock for the installed package, or None if that package isn't installed. Called at the first
+            use of the set; its errors come from there.
+    """
+
+    def __init__(self, lock: Callable[[], Lock | None]) -> None:
+        self._find_lock = lock
+        self._lock: Lock | None = None
+        self._calls = threading.RLock()
+        self._journal = Journal()
+        self._hooks = ImportHooks(self._imported)
+        self._armed = False
+        self._generation = 0
+        self._pending: dict[str, Entry] = {}
+        self._checked: dict[str, Entry] = {}
+        self._role: str | None = None
+        self._processes: list[str] = []
+        self._failure: tuple[PatchError, TracebackType | None] | None = None
+
+    @classmethod
+    def load(cls, package: str = "afdpatch.manifests", name: str = "afd") -> PatchSet:
+        """The set of a packaged manifest, with the lock for the installed release.
+
+        Nothing is read yet: a release without a lock is an error of `arm` and `apply`, not of an import.
+
+        Args:
+            package: the package that has the manifest's `locks` folder.
+            name: the manifest's name.
+        """
+        return cls(lambda: packaged_lock(package, name))
+
+    # ---- what a process does ----------------------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """Puts the `when: always` entries in effect: now if their module is imported, else right after its import.
+
+        Arming twice is arming once. If the patched package isn't installed, nothing happens.
+
+        Raises:
+            OtherVersion: there is no lock for the installed release.
+            PatchError: any failure to put an entry in effect; nothing is changed then. A failure at a later import is
+                raised by that import, and by every later import of the module, `arm` and `apply`.
+        """
+        with self._calls:
+            self._raise_failure()
+            if self._armed:
+                return
+            with self._sticky():
+                lock = self._use_lock()
+                if lock is None:
+                    return
+                entries = [entry for entry in lock.manifest.entries if entry.when == "always"]
+                present = {name: imported_module(name) for name in dict.fromkeys(entry.module for entry in entries)}
+                patches = [entry for entry in entries if entry.kind != "official"]
+                with self._journal.lock:
+                    self._armed = True
+                    self._pending |= {entry.id: entry for entry in patches}
+                # Watched before anything can fail: after a failure, what isn't imported yet is refused.
+                for entry in patches:
+                    if present[entry.module] is None:
+                        self._hooks.watch(entry.module)
+                now = [entry for entry in entries if present[entry.module] is not None or entry.kind == "official"]
+                self._transaction(now, present)
+
+    def apply(self, *, role: str, process: str) -> None:
+        """Puts the `when: role` entries of a role and a kind of process in effect, all or none.
+
+        Applying twice is applying once. A process that is several kinds at once applies each; the role stays the same.
+
+        Args:
+            role: one of the roles that the manifest names.
+            process: one of the kinds of process that the manifest names.
+
+        Raises:
+            OtherVersion: the package isn't installed, or there is no lock for the installed release.
+            Conflict: another role was applied in this process, or somebody else changed a target.
+            PatchError: any other failure. Nothing of this call stays in effect, and `apply` raises the same error again
+                until `undo`.
+        """
+        with self._calls:
+            self._raise_failure()
+            if self._role not in (None, role):
+                raise Conflict(
+                    "another role was applied in this process",
+                    expected=f"role {self._role!r}",
+                    found=f"role {role!r}",
+                    todo="use one process for one role, or undo() first",
+                )
+            if self._role is not None and process in self._processes:
+                return
+            self.arm()
+            with self._sticky():
+                entries = self._need_lock().manifest.entries
+            self._known("role", role, (name for entry in entries for name in entry.roles))
+            self._known("process", process, (name for entry in entries for name in entry.processes))
+            used = [entry for entry in entries if entry.when == "role" and entry.used_by(role, process)]
+            with self._sticky():
+                self._transaction([entry for entry in used if entry.id not in self._checked], None)
+            self._role = role
+            self._processes.append(process)
+
+    def undo(self) -> None:
+        """Takes everything back, arming and a failure included: every slot holds the very object that it held.
+
+        Raises:
+            Exception: an `install` entry's undo failed; everything else is taken back nevertheless.
+        """
+        with self._calls:
+            with self._journal.lock:
+                self._generation += 1
+                self._armed = False
+                self._pending.clear()
+                self._checked.clear()
+                self._role = None
+                self._processes.clear()
+                self._failure = None
+                records = self._journal.take()
+            self._hooks.allow_all()
+            self._journal.revert(records)
+
+    # ---- what others ask --------------------------------------------------------------------------------------------
+
+    def original(self, entry_id: str) -> Callable[..., Any]:
+        """The function that an entry's target was; for methods the plain function.
+
+        Raises:
+            NotInEffect: the entry is not in effect.
+        """
+        record = self._journal.get(entry_id)
+        if record is None or record.original is None:
+            raise NotInEffect("not in effect", patch_id=entry_id, todo="arm or apply the set first")
+        return record.original
+
+    def states(self) -> dict[str, State]:
+        """Each entry's state, slots read back now, in the manifest's order. Empty if there is no lock to use."""
+        lock = self._lock
+        with self._journal.lock:
+            return {entry.id: self._state(entry) for entry in lock.manifest.entries} if lock is not None else {}
+
+    @property
+    def digest(self) -> str:
+        """The digest of the manifest in use.
+
+        Raises:
+            OtherVersion: there is no lock for the installed release, or the package isn't installed.
+        """
+        return self._need_lock().digest
+
+    @property
+    def failure(self) -> PatchError | None:
+        """What `arm`, `apply` or an import hook failed with, and what `apply` raises since."""
+        return self._failure[0] if self._failure else None
+
+    def attest(self) -> dict[str, Any]:
+        """What is in effect in this process, as plain data to be compared and passed between processes."""
+        states = {name: state.value for name, state in self.states().items()}
+        return {
+            "role": self._role,
+            "process": self._processes[-1] if self._processes else None,
+            "processes": list(self._processes),
+            "pid": os.getpid(),
+            "digest": self._lock.digest if self._lock is not None else None,
+            "failure": str(self.failure) if self.failure else None,
+            "states": states,
+        }
+
+    def require(self) -> None:
+        """Makes sure that a role was applied and that everything which was put in effect still is.
+
+        Raises:
+            NotInEffect: no role was applied, or an entry was lost.
+            PatchError: the sticky failure, if there is one.
+        """
+        self._raise_failure()
+        if self._role is None:
+            raise NotInEffect("no role was applied in this process", todo="apply the set first")
+        for name, state in self.states().items():
+            if state is State.LOST:
+                raise NotInEffect(
+                    "somebody took it out of effect", patch_id=name, todo="see what assigns to or reloads its target"
+                )
+
+    def verify(self) -> Report:
+        """Compares the lock in use with the installed source, in full.
+
+        Raises:
+            OtherVersion: there is no lock for the installed release, or the package isn't installed.
+        """
+        lock = self._need_lock()
+        tree = SourceTree.installed(lock.manifest.package)
+        return verify(lock, tree, identify(tree, lock.manifest.distributions))
+
+    # ---- how it is done ---------------------------------------------------------------------------------------------
+
+    def _transaction(self, entries: list[Entry], present: Mapping[str, ModuleType | None] | None) -> None:
+        generation = self._generation
+
+        def commit(records: list[Record]) -> None:
+            self._journal.add(records)
+            self._checked |= {entry.id: entry for entry in entries}
+            for entry in entries:
+                self._pending.pop(entry.id, None)
+
+        # In an import hook, another thread's undo() may come in between: then the import goes on, unpatched.
+        transact(entries, self._need_lock(), self._journal, present, lambda: self._generation == generation, commit)
+        for entry in entries:
+            for holder in entry.holders:
+                self._follow(entry, holder)
+
+    def _follow(self, entry: Entry, holder: str) -> None:
+        """Watches a holder that isn't imported yet; waits for one that another thread is importing."""
+        if holder not in sys.modules:
+            self._hooks.watch(holder)
+            return
+        importlib.import_module(holder)
+        with self._journal.lock:
+            record = self._journal.get(entry.id)
+            if record is not None:
+                record.sweep(holder)
+
+    def _imported(self, name: str, module: ModuleType) -> None:
+        """Called after the import of a target's or a holder's module, by the thread that imports it."""
+        with self._journal.lock:
+            if not self._armed:
+                return
+            pending = [entry for entry in self._pending.values() if entry.module == name]
+            failure = self._failure
+        if pending and failure is not None:
+            self._hooks.refuse(name, failure[0])
+            raise failure[0]
+        if pending:
+            try:
+                with self._sticky():
+                    self._transaction(pending, {name: module})
+            except PatchError as error:
+                self._hooks.refuse(name, error)
+                raise
+        with self._journal.lock:
+            for entry in self._checked.values():
+                record = self._journal.get(entry.id)
+                if record is not None and name in entry.holders:
+                    record.sweep(name)
+
+    # ---- small things -----------------------------------------------------------------------------------------------
+
+    def _state(self, entry: Entry) -> State:
+        record = self._journal.get(entry.id)
+        if record is not None:
+            return State.APPLIED if record.holds else State.LOST
+        if entry.id in self._pending:
+            return State.PENDING
+        return State.CHECKED if entry.id in self._checked else State.IDLE
+
+    def _use_lock(self) -> Lock | None:
+        if self._lock is None:
+            self._lock = self._find_lock()
+        return self._lock
+
+    def _need_lock(self) -> Lock:
+        lock = self._use_lock()
+        if lock is None:
+            raise OtherVersion("the package to patch is not installed", todo="install it")
+        return lock
+
+    def _known(self, what: str, name: str, known: Iterable[str]) -> None:
+        names = sorted(set(known))
+        if name not in names:
+            raise PatchError(
+                f"no entry of the manifest is for this {what}", expected=" | ".join(names), found=repr(name)
+            )
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            error, traceback = self._failure
+            raise error.with_traceback(traceback)
+
+    def _sticky(self) -> _Sticky:
+        generation = self._generation
+
+        def fail(error: PatchError) -> None:
+            if self._failure is None and self._generation == generation:
+                self._failure = (error, error.__traceback__)
+
+        return _Sticky(fail)
+
+
+class _Sticky:
+    """Keeps the `PatchError` that leaves its block, and makes one of any other exception."""
+
+    def __init__(self, fail: Callable[[PatchError], None]) -> None:
+        self._fail = fail
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, PatchError):
+            self._fail(error)
+        elif isinstance(error, Exception):
+            wrapped = PatchError("the set could not be put in effect", found=f"{type(error).__name__}: {error}")
+            self._fail(wrapped)
+            raise wrapped from error

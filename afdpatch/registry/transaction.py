@@ -1,0 +1,136 @@
+"""The transaction: check every entry, import and build everything, then change everything, or leave nothing changed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+
+from afdpatch.registry.build import Built, build
+from afdpatch.registry.errors import NotInEffect, PatchError, TargetAbsent
+from afdpatch.registry.journal import Journal, Record
+from afdpatch.registry.lock import Lock
+from afdpatch.registry.manifest import Entry
+from afdpatch.registry.source import SourceTree, Symbol
+from afdpatch.registry.verify import check_entry
+
+
+def transact(
+    entries: Sequence[Entry],
+    lock: Lock,
+    journal: Journal,
+    present: Mapping[str, ModuleType | None] | None,
+    wanted: Callable[[], bool],
+    commit: Callable[[list[Record]], None],
+) -> None:
+    """Puts entries in effect, all or none.
+
+    `install` functions run first, in the manifest's order, since they may import; then, under the journal's lock, every
+    slot and every holder is filled and read back.
+
+    Args:
+        entries: what to put in effect; `official` ones are only checked.
+        lock: what they are pinned to.
+        journal: its lock guards the slots.
+        present: the targets' modules, if they are imported already; None: import what is needed.
+        wanted: asked under the lock; if false, everything is left as it was and nothing is raised.
+        commit: called under the lock with the records, after the reading back.
+
+    Raises:
+        PatchError: nothing is changed then.
+    """
+    tree = SourceTree.installed(lock.manifest.package)
+    symbols = {entry.id: _check(entry, lock, tree) for entry in entries}
+    built = []
+    for entry in entries:
+        module = None
+        if entry.patches_target:
+            module = _import(entry) if present is None else present[entry.module]
+        if entry.kind != "official":
+            built.append(build(entry, module, symbols[entry.id], tree))
+    records: list[Record] = []
+    try:
+        for item in built:
+            if item.install is not None:
+                records.append(_installed(item))
+        # Nothing is imported while the lock is held: import hooks of other threads wait for it.
+        with journal.lock:
+            if wanted():
+                for item in built:
+                    _fill(item, records)
+                _read_back(records, lock.manifest.package)
+                commit(records)
+                records = []
+    except BaseException:
+        journal.revert(records)
+        raise
+    journal.revert(records)
+
+
+def _check(entry: Entry, lock: Lock, tree: SourceTree) -> Symbol:
+    findings, here = check_entry(entry, lock, tree, trust_hashes=True)
+    for finding in findings:
+        raise finding.as_error(entry.id)
+    return here[entry.target]
+
+
+def _import(entry: Entry) -> ModuleType:
+    try:
+        return importlib.import_module(entry.module)
+    except PatchError:
+        raise
+    except Exception as error:
+        raise TargetAbsent(
+            "the target's module cannot be imported",
+            patch_id=entry.id,
+            symbol=entry.target,
+            found=f"{type(error).__name__}: {error}",
+            todo=f"see why `import {entry.module}` fails in this process",
+        ) from error
+
+
+def _installed(item: Built) -> Record:
+    assert item.install is not None
+    undo = item.install()
+    if not callable(undo):
+        raise PatchError(
+            "an install function must return its undo",
+            patch_id=item.entry.id,
+            symbol=item.entry.replacement,
+            expected="a function without arguments",
+            found=repr(undo),
+        )
+    return Record(item.entry.id, undo=undo)
+
+
+def _fill(item: Built, records: list[Record]) -> None:
+    """Fills an entry's slots; its record is in the list before anything is touched."""
+    if item.slot is None:
+        return
+    record = Record(item.entry.id, module=item.module, original=item.original, slots=[item.slot])
+    records.append(record)
+    item.slot.fill()
+    for holder in item.entry.holders:
+        record.sweep(holder)
+
+
+def _read_back(records: Sequence[Record], package: str) -> None:
+    """Makes sure that every slot holds ours, and that no module of the package still holds an original."""
+    loaded = [
+        (name, module)
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == package and isinstance(module, ModuleType)
+    ]
+    for record in records:
+        if not record.holds:
+            raise NotInEffect("it was assigned but isn't there", patch_id=record.entry_id)
+        left = [name for name, module in loaded if record.original is not None and record.names_in(module)]
+        if left:
+            raise NotInEffect(
+                "modules that are not among its holders hold the original",
+                patch_id=record.entry_id,
+                expected="no other module to have done `from … import` of it",
+                found=", ".join(sorted(left)),
+                todo="add them to the entry's holders, then `afdpatch pin`",
+            )

@@ -1,0 +1,191 @@
+"""Compares a lock with a source tree.
+
+`check_entry` is the one comparison of the project: `verify` runs it over a whole lock, `PatchSet` before it changes
+anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from afdpatch.registry.identity import Identity
+from afdpatch.registry.lock import Lock, manifest_digest
+from afdpatch.registry.manifest import Entry, Manifest
+from afdpatch.registry.report import EntryReport, Finding, Report, Verdict
+from afdpatch.registry.source import SourceTree, Symbol, SymbolAbsent, SymbolMoved
+
+
+def verify(
+    lock: Lock,
+    tree: SourceTree,
+    identity: Identity,
+    *,
+    manifest: Manifest | None = None,
+    probes: Mapping[str, bool | str] | None = None,
+) -> Report:
+    """Compares a whole lock with a source tree. Nothing of the package is imported.
+
+    Args:
+        lock: what was pinned.
+        tree: the source to compare it with.
+        identity: the tree's version and commit.
+        manifest: the manifest as it is now, to see whether the lock is stale; None: not looked at.
+        probes: what each entry's `remove_when` gave: true, false, or an error's text.
+    """
+    changed = tuple(file for file, pinned in sorted(lock.files.items()) if tree.sha256(file) != pinned)
+    findings = [*_version_findings(lock, identity, tree, changed), *_stale(lock, manifest)]
+    entries = []
+    for entry in lock.manifest.entries:
+        found, here = check_entry(entry, lock, tree)
+        found += _probe_findings(entry, (probes or {}).get(entry.id, False))
+        symbol = here.get(entry.target, lock.symbols[entry.target])
+        entries.append(EntryReport(entry=entry, file=symbol.file, line=symbol.line, findings=tuple(found)))
+    return Report(
+        lock=lock,
+        source=str(tree.root),
+        identity=identity,
+        changed_files=changed,
+        findings=tuple(findings),
+        entries=tuple(entries),
+    )
+
+
+def check_entry(
+    entry: Entry, lock: Lock, tree: SourceTree, *, trust_hashes: bool = False
+) -> tuple[list[Finding], dict[str, Symbol]]:
+    """Compares an entry's target, relied-on symbols and holders with the lock.
+
+    Args:
+        entry: an entry of the lock.
+        lock: what was pinned.
+        tree: the source to compare it with.
+        trust_hashes: take a symbol as unchanged, without parsing, if all files it was found through are unchanged.
+
+    Returns:
+        What differs, and the symbols as they are in the tree, by name.
+    """
+    findings: list[Finding] = []
+    here: dict[str, Symbol] = {}
+    for name in entry.symbols:
+        pinned = lock.symbols[name]
+        if trust_hashes and all(tree.sha256(file) == lock.files.get(file) for file in pinned.files):
+            here[name] = pinned
+            continue
+        try:
+            here[name] = tree.resolve(name)
+        except SymbolAbsent as error:
+            findings.append(_absent(name, pinned, error))
+            continue
+        findings += _compare(name, pinned, here[name], "target" if name == entry.target else "relied-on symbol")
+    for holder in entry.holders:
+        findings += _check_holder(entry, holder, lock, tree, trust_hashes)
+    return findings, here
+
+
+def _absent(name: str, pinned: Symbol, error: SymbolAbsent) -> Finding:
+    todo = "find what became of it and port the patch, then `afdpatch pin`"
+    if isinstance(error, SymbolMoved):
+        todo = f"read what changed, write {error.definition} in the manifest, then `afdpatch pin`"
+    return Finding(
+        verdict=Verdict.ABSENT,
+        message="absent",
+        expected=f"{pinned.kind} at {pinned.file}:{pinned.line}",
+        found=str(error),
+        todo=todo,
+        symbol=name,
+        file=pinned.file,
+        line=pinned.line,
+    )
+
+
+def _compare(name: str, pinned: Symbol, here: Symbol, what: str) -> list[Finding]:
+    todo = "compare the two releases there and port the patch if need be, then `afdpatch pin`"
+    findings = []
+    for part in ("interface", "body"):
+        expected, found = getattr(pinned, part), getattr(here, part)
+        if expected != found:
+            findings.append(
+                Finding(
+                    verdict=Verdict.DRIFTED,
+                    message=f"the {part} of the {what} changed",
+                    expected=f"{part} {expected[:12]} of {pinned.defined_as} ({pinned.file}:{pinned.line})",
+                    found=f"{part} {found[:12]} of {here.defined_as} ({here.file}:{here.line})",
+                    todo=todo,
+                    symbol=name,
+                    file=here.file,
+                    line=here.line,
+                )
+            )
+    return findings
+
+
+def _check_holder(entry: Entry, holder: str, lock: Lock, tree: SourceTree, trust_hashes: bool) -> list[Finding]:
+    source = tree.file(holder)
+    expected = f"from {entry.module} import {entry.qualname}"
+    todo = "correct the entry's holders, then `afdpatch pin`"
+    if source is None:
+        return [Finding(Verdict.ABSENT, "the holder is absent", expected, "no such module", todo, symbol=holder)]
+    if trust_hashes and lock.files.get(source.file) == source.sha256:
+        return []
+    try:
+        if source.imports(entry.module, entry.qualname):
+            return []
+        found = f"no such import in {source.file}"
+    except SymbolAbsent as error:
+        found = str(error)
+    message = "the holder no longer holds the target"
+    return [Finding(Verdict.DRIFTED, message, expected, found, todo, symbol=holder, file=source.file, line=1)]
+
+
+def _version_findings(lock: Lock, identity: Identity, tree: SourceTree, changed: tuple[str, ...]) -> list[Finding]:
+    manifest = lock.manifest
+    if not identity.versions and identity.commit is None and not changed:
+        return []  # A checkout without _version.py: its files say which release it is.
+    commit_differs = identity.has_commit(manifest.commit) is False
+    if identity.version == manifest.version and not commit_differs:
+        return []
+    found = f"{identity}, commit {identity.commit}" if commit_differs else str(identity)
+    return [
+        Finding(
+            verdict=Verdict.OTHER_VERSION,
+            message=f"{tree.root / manifest.package} is another release than the pinned one",
+            expected=f"{manifest.package} {manifest.version} at commit {manifest.commit}",
+            found=found,
+            todo=f"install {manifest.package} {manifest.version}, or port the manifest, then `afdpatch pin`",
+        )
+    ]
+
+
+def _stale(lock: Lock, manifest: Manifest | None) -> list[Finding]:
+    if manifest is None or manifest_digest(manifest) == lock.digest:
+        return []
+    now = {entry.id: entry for entry in manifest.entries}
+    then = {entry.id: entry for entry in lock.manifest.entries}
+    differ = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
+    return [
+        Finding(
+            verdict=Verdict.STALE_LOCK,
+            message="the manifest was edited after the lock was made",
+            expected=f"manifest {lock.digest[:12]}",
+            found=f"manifest {manifest_digest(manifest)[:12]}; differing: {', '.join(differ) or 'header or order'}",
+            todo="run `afdpatch pin` and commit the lock with the manifest",
+        )
+    ]
+
+
+def _probe_findings(entry: Entry, outcome: bool | str) -> list[Finding]:
+    if outcome is False:
+        return []
+    verdict = Verdict.OBSOLETE if outcome is True else Verdict.PROBE_FAILED
+    return [
+        Finding(
+            verdict=verdict,
+            message="the reason for the patch is gone" if outcome is True else "its remove_when could not be evaluated",
+            expected="false",
+            found="true" if outcome is True else str(outcome),
+            todo="remove the entry and its code, then `afdpatch pin`"
+            if outcome is True
+            else f"run {entry.remove_when}",
+            symbol=entry.remove_when,
+        )
+    ]
