@@ -20,16 +20,14 @@ EXCEPTION = re.compile(
 # What a line says about where the start has got to; the first that matches counts.
 STAGES = (
     (re.compile(r"version \d|non-default args"), "reading the configuration"),
-    (re.compile(r"Initializing a V1 LLM engine|OpenMP thread binding"), "starting the engine"),
-    (re.compile(r"[Ww]aiting for .*(peer|ffn|attention)|rendezvous"), "waiting for its peer"),
+    (re.compile(r"Initializing a V1 LLM engine"), "starting the engine"),
+    (re.compile(r"OpenMP thread binding"), "starting the worker"),
+    (re.compile(r"[Ww]aiting for .*(peer|ffn|FFN|attention)"), "waiting for its peer"),
     (re.compile(r"Starting to load model|Loading (weights|safetensors)"), "loading weights"),
     (re.compile(r"Loading weights took|Model loading took"), "weights are loaded"),
-    (re.compile(r"[Ww]arm|[Cc]ompil(ing|ation)"), "warming up"),
-    (re.compile(r"KV cache"), "making the KV cache"),
-    (
-        re.compile(r"init engine .* took|Starting vLLM server|Supported tasks|Available routes"),
-        "starting the HTTP server",
-    ),
+    (re.compile(r"Warming up|Compiling a graph"), "warming up"),
+    (re.compile(r"GPU KV cache size|KV cache on|for KV cache"), "making the KV cache"),
+    (re.compile(r"init engine .* took|Starting vLLM server|Supported tasks|Available routes"), "starting HTTP"),
     (re.compile(r"Application startup complete"), "ready"),
 )
 

@@ -79,7 +79,8 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -91,6 +92,10 @@ class Server:
     def main_pid(self) -> int | None:
         """The server's own process id, or None when it is gone."""
         return next(iter(children(self.pid)), None)
+
+    @property
+    def started(self) -> bool:
+        return self._process is not None
 
     @property
     def seconds(self) -> float:
@@ -253,7 +258,7 @@ def get_status(host: str, port: int, path: str, timeout: float = 2.0) -> int | N
 
 
 def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

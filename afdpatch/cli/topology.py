@@ -88,7 +88,7 @@ def afd_pair(
     port: int | None = None,
     ffn_port: int | None = None,
     afd_port: int | None = None,
-    host: str | None = None,
+    host: str = "127.0.0.1",
     attention_options: Sequence[str] = (),
     ffn_options: Sequence[str] = (),
     bindings: Sequence[dict[str, str]] | None = None,
@@ -106,8 +106,9 @@ def afd_pair(
     def one(role: str, at: int, own: Sequence[str], env: dict[str, str]) -> Server:
         words = [*options, *own]
         command = [sys.executable, "-m", "afdpatch", "serve", "--role", role, "--afd-port", str(afd_port), *words]
-        command += ["--port", str(at), *(["--host", host] if host else []), *memory_default(words)]
-        return Server(role, command, at, log_dir / f"{role}.log", env={**SERVER_ENV, **env})
+        command += ["--host", host, "--port", str(at), *memory_default(words)]
+        log = log_dir / f"{role}.log"
+        return Server(role, command, at, log, env={**SERVER_ENV, **env}, host=reachable(host))
 
     attention = one("attention", port, attention_options, attention_env)
     ffn = one("ffn", ffn_port, ffn_options, ffn_env)
@@ -132,6 +133,21 @@ def stock(
         *memory_default(options),
     ]
     return Server("stock", command, port, log_dir / "stock.log", env={**SERVER_ENV, **env})
+
+
+def describe_defaults(servers: Sequence[Server], options: Sequence[str]) -> list[str]:
+    """What was chosen for the user, a line each."""
+    lines = []
+    if not os.environ.get(BIND):
+        lines.append("cores: " + ", ".join(f"{server.name} {server.env[BIND]}" for server in servers))
+    if memory_default(options):
+        lines.append(f"KV cache: {KV_CACHE_BYTES >> 30} GiB each (--kv-cache-memory-bytes changes it)")
+    return lines
+
+
+def reachable(host: str) -> str:
+    """Where this machine reaches a server that listens on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
 def split_words(text: str | None) -> list[str]:
