@@ -1,1 +1,26 @@
+"""afdpatch: one model, served by attention servers and FFN servers, both unmodified vLLM.
 
+`import afdpatch` before vllm arms the patches that the manifest calls always-on: they do nothing until a server's
+`additional_config` has the key "afd". The rest is applied once the role is known. It imports neither vllm nor torch.
+"""
+
+from contextlib import suppress
+
+from afdpatch.registry import PatchError, PatchSet
+
+patchset = PatchSet.load("afdpatch.manifests", "afd")
+"""The patches of this process."""
+
+
+def register() -> None:
+    """vLLM's plug-in hook (`vllm.general_plugins`): arm the always-on patches.
+
+    Raises:
+        PatchError: they can't be put in effect in this vLLM. vLLM then doesn't start, since a server that was meant
+            to have a role would come up without one; `afdpatch verify` says what doesn't fit.
+    """
+    patchset.arm()
+
+
+with suppress(PatchError):  # kept by the patch set: `register` raises it again in a process that starts vLLM
+    register()

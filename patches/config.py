@@ -12,7 +12,7 @@ from afdpatch.patches.models import tables
 from afdpatch.patches.settings import AfdSettings
 from afdpatch.registry import PatchError
 from afdpatch.runtime.config import AfdConfig, ConfigError
-from afdpatch.runtime.status import ENVIRONMENT_VARIABLE, StatusPage
+from afdpatch.runtime.status import ENVIRONMENT_KEY, StatusPage
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,8 +72,8 @@ def _with_afd(
     _check_worker(vllm_config.parallel_config.worker_cls, afd.role)
     afdpatch.patchset.apply(role=afd.role, process="api")
     vllm_config.additional_config = AfdSettings(afd, row, afdpatch.patchset.digest, others)
-    if ENVIRONMENT_VARIABLE not in os.environ:
-        os.environ[ENVIRONMENT_VARIABLE] = _page(afd.role).path
+    if ENVIRONMENT_KEY not in os.environ:
+        os.environ[ENVIRONMENT_KEY] = _page(afd.role, afdpatch.patchset.digest).path
     return vllm_config
 
 
@@ -108,6 +108,6 @@ def _check_worker(worker_cls: Any, role: str) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _page(role: str) -> StatusPage:
+def _page(role: str, digest: str) -> StatusPage:
     """This server's status page; it lives as long as this process, which made it."""
-    return StatusPage.create(role)
+    return StatusPage.create(role, digest)

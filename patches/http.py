@@ -3,7 +3,7 @@
 import functools
 import json
 from collections.abc import Awaitable, Callable
-from time import monotonic_ns
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from afdpatch.runtime.metrics import health, render
@@ -40,8 +40,11 @@ class AfdMiddleware:
     """ASGI middleware of both roles. It reads the server's status page and never waits for a worker."""
 
     def __init__(self, app: App, page: StatusPage | None = None) -> None:
+        page = page or StatusPage.from_environment()
+        if page is None:
+            raise RuntimeError("no status page; this middleware belongs to a server with AFD on")
         self.app = app
-        self.page = page or StatusPage.from_environment()
+        self.page = page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -58,7 +61,7 @@ class AfdMiddleware:
         return await self.app(scope, receive, send)
 
     async def _health(self, scope: Scope, receive: Receive, send: Send, snapshot: Snapshot) -> None:
-        fine, reason = health(snapshot, monotonic_ns())
+        fine, reason = health(snapshot, monotonic())
         if fine:
             return await self.app(scope, receive, send)
         return await _json(send, 503, {"status": "unhealthy", "role": snapshot.role, "reason": reason})

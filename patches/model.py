@@ -143,6 +143,7 @@ def cut(model: nn.Module, vllm_config: "VllmConfig", settings: AfdSettings) -> n
         kept = [ffn for _, _, _, ffn in found]
         _empty(model, {id(m) for ffn in kept for m in ffn.modules()}, set(map(id, _ancestors(model, kept))), context)
     _check_memory(model)
+    settings.link.count_weights(model)
     return model
 
 

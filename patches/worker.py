@@ -1,12 +1,12 @@
-"""Worker seam: the two roles as mix-ins over a platform's own worker (afdpatch.patches.worker_cpu)."""
+"""Worker seam: the two roles as mix-ins over a platform's own worker (afdpatch.patches.worker_cpu names the classes)."""
 
 import hashlib
 import json
+import logging
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 import afdpatch
 from afdpatch.patches.model import ffns
 from afdpatch.patches.settings import AfdSettings, settings_of
-from afdpatch.runtime.connectors import attention_connector, ffn_connector
+from afdpatch.runtime.connectors.shm import attention_connector, ffn_connector
 from afdpatch.runtime.ffn_loop import FfnLoop
 from afdpatch.runtime.protocol import Greeting
 from afdpatch.runtime.status import State, StatusPage
@@ -26,3 +26,233 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM's handlers are on the logger "vllm"
+
+HEARTBEAT_S = 0.5
+"""How often the attention server looks whether its FFN server is there, in seconds."""
+STOP_S = 10.0
+"""How long a worker waits for its own thread to end, in seconds."""
+FFN_ROWS = 1 << 20
+"""The FFN takes as many rows in a hop as the attention server may send: the attention server's buffer says how many."""
+VOLATILE = ("transformers_version",)
+"""Keys of a model's configuration that say nothing of the model (beside those that begin with an underscore)."""
+
+
+def greeting_of(settings: AfdSettings, vllm_config: "VllmConfig", rank: int) -> Greeting:
+    """What this worker says of itself; both roles must agree on the model's part."""
+    import vllm
+
+    model = vllm_config.model_config
+    text = model.hf_text_config
+    config = {k: v for k, v in model.hf_config.to_dict().items() if not k.startswith("_") and k not in VOLATILE}
+    rows = vllm_config.scheduler_config.max_num_batched_tokens if settings.role == "attention" else FFN_ROWS
+    return Greeting(
+        role=settings.role,
+        rank=rank,
+        manifest_digest=settings.digest,
+        vllm_version=vllm.__version__,
+        model=settings.row.architecture,
+        config_digest=hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        hidden_size=model.get_hidden_size(),
+        layers=tuple(range(text.num_hidden_layers)),
+        max_rows=rows,
+        micro_batches=1,
+        num_attention_ranks=settings.config.num_attention_ranks,
+        num_ffn_ranks=settings.config.num_ffn_ranks,
+    )
+
+
+class Link:
+    """A worker's live side of AFD: the status page, and what the seams count on it."""
+
+    def __init__(self, settings: AfdSettings) -> None:
+        page = StatusPage.from_environment()
+        if page is None:
+            raise RuntimeError("no status page: the server's first process makes it; start the server through vLLM's EngineArgs")
+        self.page = page
+        self.page.set_worker()
+        self.page.set_manifest_digest(settings.digest)
+        ours = logging.getLogger("afdpatch")
+        ours.handlers, ours.propagate = logging.getLogger("vllm").handlers, False
+        self._read = 0
+        self._skipped = 0
+        self._bytes = 0
+
+    def count_tensor(self, *, read: bool) -> None:
+        """Count a tensor of the checkpoint: read from the file, or left in it."""
+        self._read += read
+        self._skipped += not read
+        self.page.set_weights(self._bytes, self._read, self._skipped)
+
+    def count_weights(self, model: torch.nn.Module) -> None:
+        """Count the bytes of a model that was just built: what this role allocates."""
+        self._bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        self.page.set_weights(self._bytes, self._read, self._skipped)
+
+
+class AttentionLink(Link):
+    """The attention worker's side: the connector that sends hops."""
+
+    def __init__(self, settings: AfdSettings, rank: int) -> None:
+        super().__init__(settings)
+        self._timeout_s = settings.config.connect_timeout_s
+        self.connector = attention_connector(settings.config, rank, self.page)
+        self._ended = threading.Event()
+        self._watch = threading.Thread(target=self._watch_peer, name="afd-peer-watch", daemon=True)
+
+    def connect(self, greeting: Greeting) -> None:
+        """Find the FFN server and greet it; from then on its presence is watched."""
+        logger.info("AFD: attention role, waiting up to %g s for the FFN server", self._timeout_s)
+        self.connector.connect(greeting)
+        logger.info("AFD: the FFN server is there")
+        self._watch.start()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one forward of the model."""
+        self.connector.step += 1
+        self.page.begin_step()
+        yield
+        self.page.end_step()
+
+    def _watch_peer(self) -> None:
+        """Beat, and notice a peer that has gone while nothing is asked of it."""
+        while not self._ended.wait(HEARTBEAT_S):
+            self.page.beat()
+            if not self.connector.peer_alive():
+                self.page.set_peers(0)
+
+    def close(self) -> None:
+        """End the watch and the connection."""
+        self._ended.set()
+        if self._watch.is_alive():
+            self._watch.join(STOP_S)
+        self.connector.close()
+
+
+class AttentionRole:
+    """Mix-in of an attention server's worker: vLLM's worker, connected to an FFN server before weights load."""
+
+    vllm_config: "VllmConfig"
+    rank: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.settings = _settings(self.vllm_config, "attention")
+        self.link = self.settings.link = AttentionLink(self.settings, self.rank)
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Greet, then load this role's weights while the FFN server loads its own."""
+        self.link.page.set_state(State.LOADING)
+        self.link.connect(greeting_of(self.settings, self.vllm_config, self.rank))
+        super().load_model(**kwargs)  # type: ignore[misc]
+        self.link.connector.wait_ready()
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """vLLM's warm-up, whose forwards hop like any other; then the server is ready."""
+        times: CompilationTimes = super().compile_or_warm_up_model()  # type: ignore[misc]
+        self.link.page.beat()
+        self.link.page.set_state(State.READY)
+        return times
+
+    def shutdown(self) -> None:
+        """vLLM's shutdown, then the connection's."""
+        try:
+            super().shutdown()  # type: ignore[misc]
+        finally:
+            self.link.page.set_state(State.STOPPED)
+            self.link.close()
+
+
+class FFNRole:
+    """Mix-in of an FFN server's worker: no KV cache, no requests; a thread serves hops."""
+
+    vllm_config: "VllmConfig"
+    rank: int
+    model_runner: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.settings = _settings(self.vllm_config, "ffn")
+        self.link = self.settings.link = Link(self.settings)
+        self.ffns: dict[int, torch.nn.Module] = {}
+        self.loop: FfnLoop | None = None
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Listen and greet, then load this role's weights; hops wait until `compile_or_warm_up_model`."""
+        page = self.link.page
+        page.set_state(State.LOADING)
+        self.loop = FfnLoop(
+            ffn_connector(self.settings.config, self.rank, page),
+            self.compute,
+            page,
+            greeting_of(self.settings, self.vllm_config, self.rank),
+            wrap=torch.inference_mode,
+            on_death=_die,
+        )
+        self.loop.start()
+        super().load_model(**kwargs)  # type: ignore[misc]
+        found = ffns(self.model_runner.get_model(), self.settings.row)
+        self.ffns = {layer: ffn for _, layer, _, ffn in found}
+
+    def compute(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The FFN of one layer: hidden states [rows, hidden] -> the same shape. Runs in the loop's thread."""
+        with set_forward_context(None, self.vllm_config, num_tokens=hidden_states.shape[0]):
+            result: torch.Tensor = self.ffns[layer](hidden_states)
+            return result
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        """No layer has a KV cache."""
+        return {}
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Nothing to allocate; the engine's bookkeeping only."""
+        self.vllm_config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Nothing to warm up; from now on hops are served."""
+        assert self.loop is not None
+        self.loop.serve()
+        self.link.page.set_state(State.READY)
+        logger.info("AFD: FFN role, serving the FFNs of %d layers", len(self.ffns))
+        return CompilationTimes(language_model=0.0, encoder=0.0)
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Never called: the HTTP seam refuses requests.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("an FFN server runs no requests; send them to the attention server")
+
+    def execute_dummy_batch(self) -> None:
+        """Nothing to keep in step with."""
+
+    def shutdown(self) -> None:
+        """End the loop, then vLLM's shutdown."""
+        try:
+            if self.loop is not None:
+                self.loop.stop(STOP_S)
+            self.link.page.set_state(State.STOPPED)
+        finally:
+            super().shutdown()  # type: ignore[misc]
+
+
+def _settings(vllm_config: "VllmConfig", role: str) -> AfdSettings:
+    """The settings of this worker, its patches applied and checked.
+
+    Raises:
+        RuntimeError: a worker of one role in a server of another, or of none.
+    """
+    settings = settings_of(vllm_config)
+    if settings is None or settings.role != role:
+        found = "no AFD settings" if settings is None else f"the role {settings.role}"
+        raise RuntimeError(f"a worker of the AFD role {role} was started in a server with {found}; leave --worker-cls at auto")
+    afdpatch.patchset.apply(role=role, process="worker")
+    return settings
+
+
+def _die(error: BaseException) -> None:
+    """The FFN loop can't go on: end this worker, so that vLLM ends the server."""
+    logger.error("AFD: the FFN loop ended: %s", error)
+    os._exit(1)

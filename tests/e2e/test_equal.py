@@ -1,0 +1,97 @@
+"""Tokens and log-probabilities of an AFD pair are those of stock vLLM, and they come from the FFN server."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import Comparison, compare
+
+CASES = ["batch:1", "batch:2", "batch:5", "batch:16", "chunked", "prefix", "seeded", "stop", "abort"]
+CONFIGURATIONS = [
+    ("qwen3-moe", "bfloat16"),
+    ("qwen3-moe", "float32"),
+    ("qwen3-moe", "float16"),
+    ("deepseek-v2", "bfloat16"),
+    ("deepseek-v2", "float32"),
+    ("deepseek-v2", "float16"),
+]
+
+
+@pytest.fixture(scope="module", params=CONFIGURATIONS, ids=lambda c: "-".join(c))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    """All cases of one configuration, run on stock vLLM and on an AFD pair."""
+    model, dtype = request.param
+    return compare(model, dtype, CASES, tmp_path_factory.mktemp(f"{model}-{dtype}"))
+
+
+def tokens_of(case: Any) -> Any:
+    """The tokens in a case's outputs, without what stands beside them."""
+    if isinstance(case, list):
+        return [tokens_of(part) for part in case]
+    return [choice["tokens"] for choice in case["choices"]]
+
+
+def logprob_difference(left: Any, right: Any) -> float:
+    """Largest difference of two cases' log-probabilities; infinite where the candidates differ."""
+    if isinstance(left, list):
+        return max((logprob_difference(a, b) for a, b in zip(left, right, strict=True)), default=0.0)
+    worst = 0.0
+    for a, b in zip(left["choices"], right["choices"], strict=True):
+        for step, other in zip(a["logprobs"], b["logprobs"], strict=True):
+            if step.keys() != other.keys():
+                return math.inf
+            worst = max(worst, *(abs(step[token] - other[token]) for token in step))
+    return worst
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_and_logprobs_are_those_of_stock_vllm_and_not_those_of_zeroed_ffns(pair: Comparison, case: str) -> None:
+    stock, afd, zero = pair.stock["cases"][case], pair.afd["cases"][case], pair.afd["zero"][case]
+    assert tokens_of(afd) == tokens_of(stock)
+    assert afd == stock  # text, finish reasons and cached prompt tokens too
+    assert logprob_difference(afd, stock) == 0.0
+    assert tokens_of(zero) != tokens_of(stock)
+
+
+def test_the_ffn_counted_exactly_the_hops_of_every_step(pair: Comparison) -> None:
+    assert pair.stock["steps"] == pair.afd["steps"] > 100
+    assert pair.ffn_hops == pair.layers * pair.afd["all_steps"]
+    assert pair.ffn["afd_errors_total"] == 0
+
+
+def test_switching_the_zeros_off_gives_the_tokens_back(pair: Comparison) -> None:
+    first = CASES[0]
+    assert pair.afd["again"][first] == pair.afd["cases"][first]
+
+
+def test_the_cases_are_what_their_names_say(pair: Comparison, request: pytest.FixtureRequest) -> None:
+    cases = pair.afd["cases"]
+    mla = "deepseek" in request.node.name
+    assert len({output["prompt"] for output in cases["batch:16"]}) > 8  # different lengths
+    assert cases["chunked"][0]["prompt"] > 128
+    assert (cases["prefix"][1][0]["cached"] > 0) is not mla  # on CPU vLLM has no prefix cache for MLA
+    assert len(cases["seeded"][0]["choices"]) == 3
+    assert len({tuple(choice["tokens"]) for choice in cases["seeded"][0]["choices"]}) > 1
+    assert any(choice["finish"][0] == "stop" for output in cases["stop"] for choice in output["choices"])
+    assert len(cases["abort"]) == 1
+
+
+def test_each_role_allocates_and_reads_its_own_weights_and_both_are_the_whole(pair: Comparison) -> None:
+    whole, attention, ffn = pair.stock["parameters"], pair.afd["parameters"], pair.ffn_parameters
+    assert not attention.keys() & ffn.keys()
+    assert attention | ffn == whole
+    assert all(".mlp." in name for name in ffn)
+    assert pair.ffn["afd_weight_bytes"] == sum(ffn.values())
+    assert pair.ffn["afd_weight_tensors{read}"] + pair.ffn["afd_weight_tensors{skipped}"] == _tensors(pair)
+    assert pair.afd["page"]["weights_read"] == pair.ffn["afd_weight_tensors{skipped}"]
+    assert pair.afd["page"]["weights_skipped"] == pair.ffn["afd_weight_tensors{read}"]
+    assert pair.afd["page"]["weight_bytes"] == sum(attention.values())
+
+
+def _tensors(pair: Comparison) -> int:
+    from safetensors import safe_open
+
+    with safe_open(Path(pair.afd["model"]) / "model.safetensors", "pt") as file:
+        return len(list(file.keys()))

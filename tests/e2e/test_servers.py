@@ -1,0 +1,281 @@
+"""An AFD pair as users have it: two HTTP servers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from afdpatch.cli.servers import Server, children, free_port, get_status, port_is_free, wait_all
+from afdpatch.cli.topology import afd_pair, stock
+from tests.e2e.conftest import MODELS, ONE_THREAD, metrics
+
+MODEL = MODELS / "qwen3-moe"
+OPTIONS = [
+    *(str(MODEL), "--served-model-name", "m", "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "1024"),
+    *("--max-num-seqs", "8", "--kv-cache-memory-bytes", str(1 << 27), "--block-size", "32"),
+]
+LAYERS = 4
+PROMPT = "The :func:`open` function returns"
+
+
+def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """Wait for a condition, with a deadline."""
+    deadline = time.monotonic() + seconds
+    tick = threading.Event()
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        tick.wait(0.1)
+    pytest.fail(f"expected within {seconds:g} s: {what}")
+
+
+def ask(server: Server, path: str = "/v1/completions", **body: Any) -> tuple[int, Any]:
+    """POST a completion; status and JSON."""
+    content = {"model": "m", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "logprobs": 3, "ignore_eos": True} | body
+    request = urllib.request.Request(
+        server.url + path, json.dumps(content).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return response.status, json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def stream(server: Server, stop_after: int | None = None, **body: Any) -> list[tuple[str, float]]:
+    """Stream a completion: (token, log-probability) of each; hangs up after `stop_after` tokens."""
+    content = {"model": "m", "prompt": PROMPT, "max_tokens": 48, "temperature": 0, "logprobs": 1, "ignore_eos": True} | body
+    connection = HTTPConnection(server.host, server.port, timeout=120)
+    connection.request(
+        "POST", "/v1/completions", json.dumps(content | {"stream": True}), {"Content-Type": "application/json"}
+    )
+    found: list[tuple[str, float]] = []
+    response = connection.getresponse()
+    assert response.status == 200
+    for line in response:
+        if not line.startswith(b"data: {"):
+            continue
+        for choice in json.loads(line[6:])["choices"]:
+            if choice.get("logprobs"):
+                found += zip(choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"], strict=True)
+        if stop_after is not None and len(found) >= stop_after:
+            break
+    connection.close()
+    return found
+
+
+def said(answer: Any) -> Any:
+    """What a completion says, without its id and time."""
+    return [(choice["text"], choice["logprobs"], choice["finish_reason"]) for choice in answer["choices"]]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """An attention and an FFN server, the attention server started first."""
+    zeroable = ["--worker-cls", "tests.e2e.workers.SwitchableFFNWorker"]
+    attention, ffn = afd_pair(OPTIONS, tmp_path_factory.mktemp("pair"), ffn_options=zeroable)
+    for server in (attention, ffn):
+        server.env |= ONE_THREAD
+    with attention:
+        until(lambda: "waiting up to" in attention.log.path.read_text(), 120, "the attention server waits for its FFN server")
+        with ffn:
+            wait_all([attention, ffn], 300)
+            yield attention, ffn
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, pair: tuple[Server, Server]) -> Iterator[Server]:
+    """A stock vLLM."""
+    server = stock(OPTIONS, tmp_path_factory.mktemp("stock"), binding={"VLLM_CPU_OMP_THREADS_BIND": "0"})
+    server.env |= ONE_THREAD
+    with server:
+        server.wait_ready(300)
+        yield server
+
+
+REQUESTS = {
+    "greedy": {},
+    "several choices with a seed": {"n": 3, "temperature": 0.8, "seed": 7},
+    "stop string": {"stop": ["object"]},
+    "a long prompt": {"prompt": PROMPT * 40},
+    "echo": {"echo": True, "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_completions_are_those_of_stock_vllm(pair: tuple[Server, Server], alone: Server, name: str) -> None:
+    attention, ffn = pair
+    before = metrics(ffn.url)["afd_hops_total"], metrics(attention.url)["afd_steps_total"]
+    status, answer = ask(attention, **REQUESTS[name])
+    assert status == 200
+    assert said(answer) == said(ask(alone, **REQUESTS[name])[1])
+    after = metrics(ffn.url)["afd_hops_total"], metrics(attention.url)["afd_steps_total"]
+    assert after[0] - before[0] == LAYERS * (after[1] - before[1]) > 0
+
+
+def test_streaming_and_hanging_up_in_mid_stream(pair: tuple[Server, Server], alone: Server) -> None:
+    expected = stream(alone)
+    assert len(expected) == 48
+    assert stream(pair[0]) == expected
+    assert stream(pair[0], stop_after=5) == expected[:5]
+    until(lambda: b"vllm:num_requests_running" in _metrics(pair[0]) and _running(pair[0]) == 0, 20, "no request is left")
+    assert stream(pair[0]) == expected
+
+
+def _metrics(server: Server) -> bytes:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as response:
+        return bytes(response.read())
+
+
+def _running(server: Server) -> float:
+    lines = [line for line in _metrics(server).decode().splitlines() if line.startswith("vllm:num_requests_running{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def test_zeroed_ffns_give_other_tokens(pair: tuple[Server, Server]) -> None:
+    from tests.e2e.driver import rpc
+
+    attention, ffn = pair
+    before = said(ask(attention)[1])
+    rpc(ffn.url, "zero_ffn", True)
+    try:
+        zeroed = said(ask(attention)[1])
+    finally:
+        rpc(ffn.url, "zero_ffn", False)
+    assert zeroed[0][0] != before[0][0]
+    assert said(ask(attention)[1]) == before
+
+
+def test_metrics_of_both_roles_stand_beside_vllms(pair: tuple[Server, Server]) -> None:
+    ask(pair[0])
+    attention, ffn = metrics(pair[0].url), metrics(pair[1].url)
+    assert b"vllm:" in _metrics(pair[0])
+    assert attention["afd_hops_total"] == ffn["afd_hops_total"] > 0
+    assert attention["afd_payload_bytes_total{a2f}"] == ffn["afd_payload_bytes_total{a2f}"] > 0
+    assert attention["afd_last_step_hops"] == LAYERS
+    assert attention["afd_peer_up"] == ffn["afd_peer_up"] == 1
+    assert attention["afd_step_seconds_count"] == attention["afd_steps_total"] == ffn["afd_steps_total"]
+    assert ffn["afd_ffn_compute_seconds_count"] == ffn["afd_hops_total"]
+    assert attention["afd_weight_bytes"] + ffn["afd_weight_bytes"] == 5521792
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/responses", "/v1/embeddings", "/nothing"]
+)
+def test_the_ffn_server_refuses_requests_and_says_where_to_send_them(pair: tuple[Server, Server], path: str) -> None:
+    status, answer = ask(pair[1], path)
+    assert status == 421
+    assert "attention server" in answer["error"]["message"]
+    assert get_status("127.0.0.1", pair[1].port, "/health") == 200
+
+
+def test_the_ffn_servers_health_follows_its_loop(pair: tuple[Server, Server]) -> None:
+    ffn = pair[1]
+    worker = int(metrics(ffn.url)["afd_worker_pid"])
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        until(lambda: get_status("127.0.0.1", ffn.port, "/health") == 503, 20, "/health 503 while the loop stands still")
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    until(lambda: get_status("127.0.0.1", ffn.port, "/health") == 200, 20, "/health 200 when it goes on")
+    assert ask(pair[0])[0] == 200
+
+
+def processes_below(pid: int) -> set[int]:
+    """All descendants of a process."""
+    found: set[int] = set()
+    todo = [pid]
+    while todo:
+        below = children(todo.pop())
+        found.update(below)
+        todo += below
+    return found
+
+
+def leftovers() -> set[str]:
+    """Names of shared memory segments and of AFD sockets on this machine."""
+    sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@afdpatch" in line}
+    return {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} | sockets
+
+
+def test_sigterm_leaves_nothing_and_the_same_ports_work_again(tmp_path: Path) -> None:
+    before = leftovers()
+    ports = {"port": free_port(), "ffn_port": free_port(), "afd_port": free_port()}
+    for round_ in ("first", "second"):
+        attention, ffn = afd_pair(OPTIONS, tmp_path / round_, **ports)
+        with ffn, attention:
+            wait_all([attention, ffn], 300)
+            assert ask(attention)[0] == 200
+            assert any("@afdpatch" in name for name in leftovers() - before)
+            mains = [server.main_pid for server in (attention, ffn)]
+            alive = {pid for server in (attention, ffn) for pid in processes_below(server.pid)}
+            for main in mains:
+                assert main is not None
+                os.kill(main, signal.SIGTERM)
+            for server in (attention, ffn):
+                code = until(lambda server=server: [server.exit_code] if server.exit_code is not None else None, 30, "an end")
+                assert code == [0], server.log.path.read_text()[-2000:]
+                assert "Traceback" not in server.log.path.read_text()
+        assert not [pid for pid in alive if Path(f"/proc/{pid}").exists()]
+        assert all(port_is_free(port) for port in ports.values())
+        assert leftovers() <= before
+
+
+@pytest.mark.parametrize("victim", ["attention", "ffn"])
+def test_a_killed_worker_ends_its_server_and_the_other_says_so(tmp_path: Path, victim: str) -> None:
+    attention, ffn = afd_pair(OPTIONS, tmp_path)
+    with ffn, attention:
+        wait_all([attention, ffn], 300)
+        assert ask(attention)[0] == 200
+        server, other = (attention, ffn) if victim == "attention" else (ffn, attention)
+        os.kill(int(metrics(server.url)["afd_worker_pid"]), signal.SIGKILL)
+        until(lambda: get_status("127.0.0.1", server.port, "/health") != 200, 10, f"/health of the {victim} server not 200")
+        code = until(lambda: [server.exit_code] if server.exit_code is not None else None, 60, f"the {victim} server ends")
+        assert code != [0]
+        if victim == "ffn":
+            until(lambda: get_status("127.0.0.1", other.port, "/health") == 503, 10, "503 at the attention server")
+            assert ask(attention)[0] >= 500  # and no hang
+        else:
+            until(lambda: metrics(other.url)["afd_peers"] == 0, 10, "the FFN server has no peer")
+            assert get_status("127.0.0.1", other.port, "/health") == 200
+
+
+def test_plain_vllm_with_the_plugin_alone(tmp_path: Path) -> None:
+    """No import of afdpatch by the user: vLLM's own server module, additional_config and the entry point."""
+    port = free_port()
+    config = json.dumps({"afd": {"afd_role": "ffn", "port": free_port()}})
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *OPTIONS]
+    server = Server("plain", [*command, "--port", str(port), "--additional-config", config], port, tmp_path / "log")
+    server.env |= {"VLLM_CPU_OMP_THREADS_BIND": "0"}
+    with server:
+        server.wait_ready(300)
+        assert metrics(server.url)["afd_weight_bytes"] == 3551232
+        assert ask(server)[0] == 421
+
+
+def test_with_afd_off_no_symbol_is_changed_but_the_always_on(tmp_path: Path) -> None:
+    code = """
+import json, sys, afdpatch
+from afdpatch.registry import State
+from vllm.engine.arg_utils import EngineArgs
+import vllm.entrypoints.launchers.app, vllm.v1.worker.gpu_model_runner, vllm.v1.engine.core
+config = EngineArgs(model=sys.argv[1]).create_engine_config()
+print(json.dumps({name: state.value for name, state in afdpatch.patchset.states().items()}))
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(MODEL)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    states = json.loads(done.stdout.splitlines()[-1])
+    applied = {name for name, state in states.items() if state == "applied"}
+    assert applied == {"config.engine-args", "compat.cli-version"}
+    assert {state for name, state in states.items() if name not in applied} <= {"idle", "checked"}
