@@ -109,6 +109,16 @@ class Record:
                 self.slots.append(slot)
                 slot.fill()
 
+    def reclaim(self) -> None:
+        """Gives the original to modules of the package that imported ours by name while it was in effect."""
+        if self.module is None or self.original is None or self.slots[0].owner is not self.module:
+            return
+        package, ours = self.module.__name__.partition(".")[0], self.slots[0].after
+        for holder, module in list(sys.modules.items()):
+            if holder.partition(".")[0] == package and isinstance(module, ModuleType):
+                for name in [name for name, value in list(vars(module).items()) if value is ours]:
+                    setattr(module, name, self.original)
+
 
 class Journal:
     """The records in effect, in the order of application.
@@ -147,7 +157,8 @@ class Journal:
         """
         first: Exception | None = None
         for record in reversed(list(records)):
-            steps: list[Callable[[], object]] = [self._locked(slot) for slot in reversed(record.slots)]
+            steps: list[Callable[[], object]] = [slot.restore for slot in reversed(record.slots)]
+            steps = [self._locked(step) for step in [*steps, record.reclaim]]
             for step in [*steps, record.undo] if record.undo else steps:
                 try:
                     step()
@@ -157,9 +168,9 @@ class Journal:
         if first is not None:
             raise first
 
-    def _locked(self, slot: Slot) -> Callable[[], None]:
-        def restore() -> None:
+    def _locked(self, step: Callable[[], object]) -> Callable[[], None]:
+        def locked() -> None:
             with self.lock:
-                slot.restore()
+                step()
 
-        return restore
+        return locked
