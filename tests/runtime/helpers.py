@@ -86,9 +86,11 @@ def _serve(address: str, page_path: str, changes: dict[str, Any], serve: bool) -
 def ffn_process(
     address: str, page: StatusPage, *, serve: bool = True, wait: bool = True, **changes: Any
 ) -> Iterator[BaseProcess]:
-    """An FFN server in a spawned process; killed at the end."""
-    spawn = multiprocessing.get_context("spawn")
-    process = spawn.Process(target=_serve, args=(address, page.path, changes, serve), daemon=True)
+    """An FFN server in a process of its own; killed at the end."""
+    # A fresh interpreter that has torch already: a spawn for each test would take seconds.
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["torch", __name__])
+    process = server.Process(target=_serve, args=(address, page.path, changes, serve), daemon=True)
     process.start()
     try:
         if wait:

@@ -279,6 +279,7 @@ class ShmAttentionConnector(AttentionConnector):
                     raise EOFError("it said goodbye")
                 if kind == Kind.READY:
                     self._serving = True
+                    started_ns = time.monotonic_ns()  # the hop's own deadline counts from now on
                     continue
             return length
 

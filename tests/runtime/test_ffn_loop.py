@@ -1,0 +1,184 @@
+"""The FFN loop: heartbeat, death and end."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+import torch
+
+from afdpatch.runtime.connectors.base import AddressInUse, PeerLost
+from afdpatch.runtime.connectors.shm import ShmFfnConnector
+from afdpatch.runtime.ffn_loop import FfnLoop
+from afdpatch.runtime.metrics import health
+from afdpatch.runtime.peer_watch import PeerWatch
+from afdpatch.runtime.status import State, StatusPage
+
+from .helpers import HANGING_LAYER, HIDDEN, compute, connected, ffn_process, greeting, new_address, until
+
+
+@pytest.fixture
+def page():
+    return StatusPage.create("ffn")
+
+
+@pytest.fixture
+def address():
+    return new_address()
+
+
+@contextlib.contextmanager
+def running(address, page, function=compute, **options):
+    loop = FfnLoop(ShmFfnConnector(address, page=page), function, page, greeting("ffn"), **options)
+    loop.start()
+    loop.serve()
+    try:
+        yield loop
+    finally:
+        loop.stop()
+
+
+def test_the_loop_counts_hops_and_steps(address, page):
+    with running(address, page), connected(address) as attention:
+        for step in (1, 2):
+            attention.step = step
+            for layer in (0, 0, 0):
+                attention.hop(torch.ones(2, HIDDEN), layer)
+        until(lambda: page.snapshot().hops == 6, "six hops")
+        until(lambda: page.snapshot().steps == 2, "two steps")
+        seen = page.snapshot()
+        assert (seen.rows, seen.bytes_a2f, seen.peers) == (12, 12 * HIDDEN * 4, 1)
+        assert sum(seen.compute_times.counts) == sum(seen.hop_times.counts) == 6
+
+
+def test_the_heart_beats_while_idle_and_twice_a_second(address, page):
+    with running(address, page):
+        beats = set()
+        end = time.monotonic() + 2
+        until(lambda: beats.add(page.snapshot().heartbeat_ns) or time.monotonic() > end, "two seconds")
+        assert len(beats) >= 4
+
+
+def test_the_heart_beats_while_the_weights_load(address, page):
+    loop = FfnLoop(ShmFfnConnector(address, page=page), compute, page, greeting("ffn"))
+    loop.start()
+    first = page.snapshot().heartbeat_ns
+    until(lambda: page.snapshot().heartbeat_ns > first, "another beat")
+    assert loop.stop()
+
+
+def test_a_computation_that_hangs_stops_the_heart_and_the_server_is_not_healthy(address, page):
+    page.set_state(State.READY)
+    with ffn_process(address, page), connected(address, hop_timeout_s=200) as attention:
+        assert health(page.snapshot(), time.monotonic())[0]
+
+        def hop():
+            with pytest.raises(PeerLost):
+                attention.hop(torch.ones(1, HIDDEN), HANGING_LAYER)
+
+        thread = threading.Thread(target=hop)
+        thread.start()
+        until(lambda: not health(page.snapshot(), time.monotonic(), 1.5)[0], "not healthy any more")
+        assert "no sign of life" in health(page.snapshot(), time.monotonic(), 1.5)[1]
+        attention.close()
+        thread.join(10)
+
+
+def test_an_error_in_the_loop_itself_fails_the_page_and_is_told(address, page):
+    class Broken(ShmFfnConnector):
+        def receive(self, timeout_s):
+            hop = super().receive(timeout_s)
+            if hop is not None:
+                raise RuntimeError("the floor is gone")
+            return None
+
+    deaths = []
+    loop = FfnLoop(Broken(address, page=page), compute, page, greeting("ffn"), on_death=deaths.append)
+    loop.start()
+    loop.serve()
+    with connected(address) as attention, pytest.raises(PeerLost):
+        attention.hop(torch.ones(1, HIDDEN), 0)
+    until(lambda: not loop.alive, "the loop has ended")
+    assert str(deaths[0]) == "the floor is gone"
+    assert page.snapshot().state is State.FAILED and "the floor is gone" in page.snapshot().last_error
+    assert loop.stop()
+
+
+def test_the_thread_runs_inside_the_wrapper(address, page):
+    seen = []
+
+    def look(layer, hidden):
+        seen.append(torch.is_inference_mode_enabled())
+        return hidden
+
+    with running(address, page, look, wrap=torch.inference_mode), connected(address) as attention:
+        attention.hop(torch.ones(1, HIDDEN), 0)
+    assert seen == [True]
+
+
+def test_a_wrapper_that_fails_is_a_death(address, page):
+    @contextlib.contextmanager
+    def broken():
+        raise RuntimeError("no context")
+        yield
+
+    deaths = []
+    with running(address, page, wrap=broken, on_death=deaths.append):
+        until(lambda: bool(deaths), "told")
+    assert page.snapshot().state is State.FAILED
+
+
+def test_stopping_is_clean(address, page, capfd):
+    with running(address, page) as loop, connected(address) as attention:
+        attention.hop(torch.ones(1, HIDDEN), 0)
+        started = time.monotonic()
+        assert loop.stop() and not loop.alive
+        assert time.monotonic() - started < 4
+        until(lambda: not attention.peer_alive(), "the peer knows")
+        with pytest.raises(PeerLost):
+            attention.hop(torch.ones(1, HIDDEN), 0)
+        assert loop.stop()
+    assert "Traceback" not in capfd.readouterr().err
+    assert page.snapshot().state is not State.FAILED and page.snapshot().peers == 0
+
+
+def test_stopping_a_loop_that_hangs_says_so(address, page):
+    free = threading.Event()
+
+    def hang(layer, hidden):
+        free.wait(60)
+        return hidden
+
+    with running(address, page, hang) as loop, connected(address, hop_timeout_s=0.2) as attention:
+        with pytest.raises(PeerLost):
+            attention.hop(torch.ones(1, HIDDEN), 0)
+        assert loop.stop(0.1) is False
+        free.set()
+        until(lambda: not loop.alive, "it ends when it can")
+
+
+def test_the_address_is_free_after_stopping(address, page):
+    with running(address, page), pytest.raises(AddressInUse), running(address, page):
+        pass
+    with running(address, page), connected(address) as attention:
+        attention.hop(torch.ones(1, HIDDEN), 0)
+
+
+def test_a_loop_starts_once(address, page):
+    with running(address, page) as loop, pytest.raises(RuntimeError, match="already started"):
+        loop.start()
+
+
+def test_an_idle_attention_server_learns_that_its_peer_has_gone(address, page):
+    ours = StatusPage.create("attention")
+    lost = threading.Event()
+    ours.set_state(State.READY)
+    with ffn_process(address, page) as process, connected(address, page=ours) as attention:
+        watch = PeerWatch(attention, ours, period_s=0.05, on_lost=lost.set)
+        watch.start()
+        until(lambda: health(ours.snapshot(), time.monotonic())[0], "healthy")
+        process.kill()
+        assert lost.wait(10)
+        fine, why = health(ours.snapshot(), time.monotonic())
+        assert not fine and "the FFN server has gone" in why
+        assert watch.stop()
