@@ -61,7 +61,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--probe",
         action="store_true",
-        help="also ask each patch's remove_when, in a process that may import the package",
+        help="also ask each patch's remove_when, in a process of its own, which may import the package",
     )
     parser.set_defaults(run=run)
 

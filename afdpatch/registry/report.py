@@ -197,9 +197,8 @@ class Report:
         if not self.changed_files:
             return f"no commit is reported; all {count} pinned files have the hashes pinned for it"
         more = f" and {len(self.changed_files) - 1} more" if len(self.changed_files) > 1 else ""
-        return (
-            f"no commit is reported; of {count} pinned files, {self.changed_files[0]}{more} differ from that commit's"
-        )
+        changed = f"{len(self.changed_files)} of {count} pinned files differ"
+        return f"no commit is reported; {changed}: {self.changed_files[0]}{more}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON. docs/patches.md describes it; `format` grows when its meaning changes."""
