@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -27,14 +28,38 @@ class ImportHooks:
         self._watched: set[str] = set()
         self._refusals = _Refusals()
 
-    def watch(self, name: str) -> None:
-        """Watches a module that isn't imported yet; more than once is once."""
+    def watch(self, name: str) -> bool:
+        """Watches a module whose import hasn't begun; more than once is once.
+
+        If another thread began it meanwhile, past the hook, it is waited for and the function is called here.
+
+        Returns:
+            False if it is half imported and cannot be waited for, since that import waits for this thread.
+
+        Raises:
+            PatchError: what the function raised for such a module.
+        """
         import wrapt
 
-        if name in self._watched:
-            return
-        self._watched.add(name)
-        wrapt.register_post_import_hook(lambda module: self._fire(name, module), name)
+        if name not in self._watched:
+            registering = threading.get_ident()
+
+            def hook(module: ModuleType) -> None:
+                # wrapt calls it at once if the import has begun, and the module may be half imported then.
+                if threading.get_ident() != registering:
+                    self._fire(name, module)
+
+            self._watched.add(name)
+            wrapt.register_post_import_hook(hook, name)
+            registering = 0
+        _await_import(name)
+        if name in self._watched and name in sys.modules:
+            module = importlib.import_module(name)
+            if _half_imported(module):
+                self._watched.discard(name)
+                return False
+            self._fire(name, module)
+        return True
 
     def _fire(self, name: str, module: ModuleType) -> None:
         self._watched.discard(name)
@@ -67,6 +92,17 @@ class _Refusals:
         return None
 
 
+def _half_imported(module: ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def _await_import(name: str) -> None:
+    """Waits until no other thread is importing a module, even if it isn't in `sys.modules` yet."""
+    wait = getattr(getattr(importlib, "_bootstrap", None), "_lock_unlock_module", None)
+    if wait is not None:
+        wait(name)
+
+
 def imported_module(name: str) -> ModuleType | None:
     """A module that has been imported completely, or None if its import hasn't begun.
 
@@ -78,8 +114,7 @@ def imported_module(name: str) -> ModuleType | None:
     if sys.modules.get(name) is None:
         return None
     module = importlib.import_module(name)
-    spec = getattr(module, "__spec__", None)
-    if getattr(spec, "_initializing", False):
+    if _half_imported(module):
         raise Conflict(
             "the patches are armed from within the import of a module that they patch",
             symbol=name,

@@ -37,7 +37,7 @@ class State(str, Enum):
     """In effect: every slot holds our object, read back now."""
 
     LOST = "lost"
-    """It was in effect, and a slot holds another object now."""
+    """It was in effect, and a slot holds another object now; or its module was imported past its hook."""
 
     CHECKED = "checked"
     """`official`: nothing is patched; its target was found as pinned."""
@@ -105,8 +105,8 @@ class PatchSet:
                     self._pending |= {entry.id: entry for entry in patches}
                 # Watched before anything can fail: after a failure, what isn't imported yet is refused.
                 for entry in patches:
-                    if present[entry.module] is None:
-                        self._hooks.watch(entry.module)
+                    if present[entry.module] is None and not self._hooks.watch(entry.module):
+                        present[entry.module] = imported_module(entry.module)
                 now = [entry for entry in entries if present[entry.module] is not None or entry.kind == "official"]
                 self._transaction(now, present)
 
@@ -143,6 +143,7 @@ class PatchSet:
             self._known("process", process, (name for entry in entries for name in entry.processes))
             used = [entry for entry in entries if entry.when == "role" and entry.used_by(role, process)]
             with self._sticky():
+                self._require_kept()
                 self._transaction([entry for entry in used if entry.id not in self._checked], None)
             self._role = role
             self._processes.append(process)
@@ -219,14 +220,11 @@ class PatchSet:
             NotInEffect: no role was applied, or an entry was lost.
             PatchError: the sticky failure, if there is one.
         """
-        self._raise_failure()
-        if self._role is None:
-            raise NotInEffect("no role was applied in this process", todo="apply the set first")
-        for name, state in self.states().items():
-            if state is State.LOST:
-                raise NotInEffect(
-                    "somebody took it out of effect", patch_id=name, todo="see what assigns to or reloads its target"
-                )
+        with self._calls:
+            self._raise_failure()
+            if self._role is None:
+                raise NotInEffect("no role was applied in this process", todo="apply the set first")
+            self._require_kept()
 
     def verify(self) -> Report:
         """Compares the lock in use with the installed source, in full.
@@ -257,8 +255,7 @@ class PatchSet:
 
     def _follow(self, entry: Entry, holder: str) -> None:
         """Watches a holder that isn't imported yet; waits for one that another thread is importing."""
-        if holder not in sys.modules:
-            self._hooks.watch(holder)
+        if holder not in sys.modules and self._hooks.watch(holder):
             return
         importlib.import_module(holder)
         with self._journal.lock:
@@ -291,12 +288,23 @@ class PatchSet:
 
     # ---- small things -----------------------------------------------------------------------------------------------
 
+    def _require_kept(self) -> None:
+        for name, state in self.states().items():
+            if state is State.LOST:
+                raise NotInEffect(
+                    "somebody took it out of effect, or imported its target past the import hook",
+                    patch_id=name,
+                    todo="see what assigns to its target, reloads its module or replaces sys.meta_path",
+                )
+
     def _state(self, entry: Entry) -> State:
         record = self._journal.get(entry.id)
         if record is not None:
             return State.APPLIED if record.holds else State.LOST
         if entry.id in self._pending:
-            return State.PENDING
+            module = sys.modules.get(entry.module)
+            loading = getattr(getattr(module, "__spec__", None), "_initializing", False)
+            return State.PENDING if module is None or loading else State.LOST
         return State.CHECKED if entry.id in self._checked else State.IDLE
 
     def _use_lock(self) -> Lock | None:

@@ -207,8 +207,10 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     made = World(tmp_path)
     monkeypatch.syspath_prepend(str(made.site))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    finders = list(sys.meta_path)
     yield made
+    # wrapt's finder stays: it is put there once and for all. What refuses modules goes.
+    sys.meta_path[:] = [item for item in sys.meta_path if item in finders or type(item).__module__.startswith("wrapt")]
     for name in list(sys.modules):
         if name.partition(".")[0] in (made.package, made.ours):
             del sys.modules[name]

@@ -225,6 +225,8 @@ def test_an_inherited_target_gets_a_slot_that_undo_deletes(world: World) -> None
         ("def free(original):\n    return lambda x, scale: original(x, scale)", TargetDrifted, "x, scale=2"),
         ("def free(original):\n    return lambda x, scale=3: original(x, scale)", TargetDrifted, "scale=3"),
         ("def free(original):\n    return lambda *a, **k: original(*a, **k)", TargetDrifted, r"\*a, \*\*k"),
+        ("def free(original):\n    return lambda y, scale=2: original(y, scale)", TargetDrifted, "y, scale=2"),
+        ("def free(original):\n    return lambda x, *, scale=2: original(x, scale)", TargetDrifted, r"x, \*, scale=2"),
         ("def free(original):\n    async def f(x, scale=2): ...\n    return f", TargetDrifted, "coroutine function"),
         ("def free(original):\n    def f(x, scale=2): yield\n    return f", TargetDrifted, "generator function"),
         ("def free(original):\n    return original", PatchError, "returned the original"),
@@ -274,10 +276,14 @@ def foreign(kind: str, original: Any) -> Any:
     def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
 
-    return {"closure": closure, "wrapt": wrapt.FunctionWrapper(original, wrapper), "other": print}[kind]
+    def free(x: Any, scale: Any = 2) -> Any:
+        return None
+
+    made = {"closure": closure, "wrapt": wrapt.FunctionWrapper(original, wrapper), "other": print, "namesake": free}
+    return made[kind]
 
 
-@pytest.mark.parametrize("kind", ["closure", "wrapt", "other"])
+@pytest.mark.parametrize("kind", ["closure", "wrapt", "other", "namesake"])
 def test_a_foreign_patch_is_a_conflict_that_names_its_module(world: World, kind: str) -> None:
     core = world.load("PKG.core")
     core.free = theirs = foreign(kind, core.free)
@@ -289,6 +295,13 @@ def test_a_foreign_patch_is_a_conflict_that_names_its_module(world: World, kind:
     assert caught.value.exit_code == 5
     assert core.free is theirs
     assert core.Engine.run is run
+
+
+def test_another_function_of_the_same_file_is_a_conflict(world: World) -> None:
+    core = world.load("PKG.core")
+    core.free = core.helper
+    with pytest.raises(Conflict, match="helper"):
+        world.patchset(world.entry()).apply(role="red", process="worker")
 
 
 def test_the_package_s_own_decorator_is_no_foreign_patch_and_one_more_layer_is(world: World) -> None:
@@ -329,6 +342,19 @@ def test_what_is_taken_from_us_is_lost_and_required(world: World) -> None:
     patches.require()
     importlib.reload(core)
     assert patches.states() == {"core.free": State.LOST}
+
+
+def test_a_hook_that_never_fired_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    patches = world.patchset(always(world), world.entry("PKG.core:Engine.run"))
+    patches.arm()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "meta_path", [item for item in sys.meta_path if "wrapt" not in type(item).__module__])
+        core = world.load("PKG.core")
+    assert core.free(1) == 8
+    assert patches.states()["core.free"] is State.LOST
+    with pytest.raises(NotInEffect, match=r"core\.free"):
+        patches.apply(role="red", process="worker")
+    assert core.Engine().run(1) == 11
 
 
 def test_a_module_that_is_imported_again_is_lost(world: World) -> None:
@@ -484,3 +510,37 @@ def test_threads_that_import_arm_and_apply_at_once_end_with_the_set(world: World
     assert not errors
     assert set(patches.states().values()) == {State.APPLIED}
     assert world.load("PKG.user").use() == (("ours", 8), ("ours", 8))
+
+
+def test_an_import_that_begins_while_the_hook_is_registered_is_waited_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wrapt
+
+    world.core("LIMIT = 3", "import OURS\nOURS.begun.set()\nOURS.go_on.wait(30)\nLIMIT = 3".replace("OURS", world.ours))
+    patches = world.patchset(always(world))
+    ours = world.load("OURS")
+    ours.begun, ours.go_on = threading.Event(), threading.Event()
+    thread = threading.Thread(target=world.load, args=("PKG.core",), daemon=True)
+    real = wrapt.register_post_import_hook
+
+    def register(hook: Any, name: str) -> None:
+        thread.start()
+        assert ours.begun.wait(30)
+        real(hook, name)
+        ours.go_on.set()
+
+    monkeypatch.setattr(wrapt, "register_post_import_hook", register)
+    patches.arm()
+    thread.join(30)
+    assert world.load("PKG.core").free(1) == ("ours", 8)
+    assert patches.states() == {"core.free": State.APPLIED}
+
+
+def test_an_import_past_the_hook_is_seen_when_it_is_registered(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wrapt
+
+    patches = world.patchset(always(world))
+    monkeypatch.setattr(wrapt, "register_post_import_hook", lambda hook, name: importlib.import_module(name))
+    patches.arm()
+    assert world.load("PKG.core").free(1) == ("ours", 8)
