@@ -395,6 +395,7 @@ def test_applying_twice_is_applying_once(world: World) -> None:
     patches.apply(role="red", process="worker")
     assert core.free is first
     assert core.free(1) == ("ours", 8)
+    assert patches.attest()["processes"] == ["worker"]
 
 
 def test_an_unknown_role_or_process_is_an_error_that_can_be_corrected(world: World) -> None:
