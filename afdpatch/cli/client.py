@@ -57,6 +57,9 @@ class Completion:
     prompt: str
     tokens: list[Token] = field(default_factory=list)
     finish: str | None = None
+    first: float | None = None
+    """When the first token came, and `last` the last one: seconds since the request."""
+    last: float = 0.0
 
     @property
     def text(self) -> str:
@@ -85,7 +88,8 @@ def stream(
             data = json.loads(event)
             if "error" in data:
                 raise HttpError(f"{url}: the stream ended with an error: {data['error']}")
-            now = time.perf_counter() - begin
+            now = answer.last = time.perf_counter() - begin
+            answer.first = now if answer.first is None else answer.first
             for choice in data["choices"]:
                 logprobs = choice.get("logprobs") or {}
                 texts = logprobs.get("tokens") or ([choice["text"]] if choice.get("text") else [])

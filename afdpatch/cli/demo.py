@@ -30,9 +30,9 @@ OPTIONS = ("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "1024", 
 NAMES = ("AFD: attention + FFN server", "stock vLLM")
 
 DESCRIPTION = """\
-Start an AFD pair and a stock vLLM (the same program, AFD off) for one model, send both the same prompts (greedy),
-show both answers side by side as they come, and say whether every token and every log-probability is the same. Then show
-what crossed between the two servers, and how much of the model each of them holds.
+Start an AFD pair and a stock vLLM (the same program, AFD off) for one model, send both the same prompts (greedy), show
+both answers side by side as they come, and say whether every token and every log-probability is the same. Then show
+what crosses between the two servers, and how much of the model each of them holds.
 """
 
 EPILOG = """\
@@ -179,7 +179,7 @@ def show(args: argparse.Namespace, model: str, servers: list[Server], reporter: 
         mark, style = ("✓", "green") if verdict.same else ("✗", "bold red")
         reporter.print(f"{mark} prompt {number} of {len(rounds)}: {verdict}", style)
     end = client.metrics(attention.url)
-    # The two sides shared the cores until here: what AFD costs is read from one more answer, with the stock server idle.
+    # The two sides shared the cores until here: what AFD costs is read from one more answer, the stock server idle.
     before = [client.metrics(server.url) for server in (attention, ffn)]
     with contextlib.suppress(OSError, ValueError, LookupError):
         for _ in client.stream(attention.url, model, rounds[0].prompt, args.tokens):
@@ -227,7 +227,7 @@ def columns(round_: Round) -> RenderableType:
     cells = []
     for name, answer in zip(NAMES, round_.answers, strict=True):
         tokens = answer.tokens if answer else []
-        table.add_column(f"{name} ({len(tokens)} tokens)", ratio=1)
+        table.add_column(f"{name} ({len(tokens)} tokens)", ratio=1, overflow="fold")
         cell = Text(round_.prompt, style="dim")
         for position, token in enumerate(tokens):
             cell.append(token.text, "not dim red" if differs_at is not None and position >= differs_at else "not dim")

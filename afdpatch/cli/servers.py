@@ -233,6 +233,24 @@ def describe_exit(code: int) -> str:
     return f"exit code {code}"
 
 
+def tree_cpu_seconds(pid: int) -> float:
+    """CPU time that `pid` and its living descendants have used, in seconds."""
+    parents: dict[int, list[int]] = {}
+    used: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError, IndexError), open(f"/proc/{entry}/stat", "rb") as file:
+                fields = file.read().rpartition(b") ")[2].split()
+                parents.setdefault(int(fields[1]), []).append(int(entry))
+                used[int(entry)] = int(fields[11]) + int(fields[12])
+    ticks, todo = 0, [pid]
+    while todo:
+        one = todo.pop()
+        ticks += used.get(one, 0)
+        todo += parents.get(one, [])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def children(pid: int) -> list[int]:
     """The process ids of the direct children of `pid`, oldest first."""
     found = []

@@ -43,7 +43,39 @@ def test_a_binding_of_the_user_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
 def test_each_server_gets_its_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(topology.BIND, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 4, 5})
+    monkeypatch.setattr(topology, "physical_cores", list)
     assert topology.core_binding(2) == [{topology.BIND: "2-3"}, {topology.BIND: "4-5"}]
+
+
+def test_a_large_block_leaves_a_core_to_the_servers_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(topology.BIND, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(9)))
+    monkeypatch.setattr(topology, "physical_cores", list)
+    assert topology.core_binding(2) == [{topology.BIND: "0-3"}, {topology.BIND: "5-7"}]
+
+
+def test_the_two_servers_do_not_share_a_physical_core(tmp_path: Path) -> None:
+    for cpu, place in {0: (0, 0), 1: (0, 1), 2: (0, 0), 3: (0, 1)}.items():
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(f"{place[0]}\n")
+        (folder / "core_id").write_text(f"{place[1]}\n")
+    assert topology.physical_cores([0, 1, 2, 3], tmp_path) == [0, 1]
+    assert topology.physical_cores([2, 3], tmp_path) == [2, 3]
+    assert topology.physical_cores([7, 5], tmp_path) == [5, 7]
+
+
+def test_with_one_physical_core_the_logical_ones_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(topology.BIND, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(topology, "physical_cores", lambda cores: [0])
+    assert topology.core_binding(2) == [{topology.BIND: "0"}, {topology.BIND: "1"}]
+
+
+def test_the_stock_server_has_vllms_own_binding_and_only_this_machine_reaches_it(tmp_path: Path) -> None:
+    stock = topology.stock(["M"], tmp_path)
+    assert topology.BIND not in stock.env
+    assert stock.command[stock.command.index("--host") + 1] == "127.0.0.1"
 
 
 def test_a_kv_cache_size_is_chosen_only_on_a_cpu_and_only_when_the_user_gave_none(
