@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import afdpatch
-from afdpatch.patches.features import check_features, refuse
+from afdpatch.patches.features import check_arguments, check_features, refuse
 from afdpatch.patches.models import tables
 from afdpatch.patches.settings import AfdSettings
-from afdpatch.registry import PatchError
+from afdpatch.registry import Finding, PatchError
 from afdpatch.runtime.config import AfdConfig, ConfigError
 from afdpatch.runtime.status import ENVIRONMENT_KEY, StatusPage
 
@@ -64,12 +64,14 @@ def _with_afd(
     afd = AfdConfig.parse(args.additional_config["afd"])
     if headless:
         raise refuse(tables(), "headless", "--headless")
+    check_arguments(tables(), args)
     others = {key: value for key, value in args.additional_config.items() if key != "afd"}
     _settle(args, afd)
     vllm_config = original(args, usage, headless)
     row = tables().row(vllm_config.model_config.architectures)
     check_features(tables(), afd, vllm_config)
     _check_worker(vllm_config.parallel_config.worker_cls, afd.role)
+    _verify()
     afdpatch.patchset.apply(role=afd.role, process="api")
     vllm_config.additional_config = AfdSettings(afd, row, afdpatch.patchset.digest, others)
     if ENVIRONMENT_KEY not in os.environ:
@@ -92,6 +94,20 @@ def _settle(args: "EngineArgs", afd: AfdConfig) -> None:
         args.enable_prefix_caching = False
         if args.kv_cache_memory_bytes is None:
             args.kv_cache_memory_bytes = FFN_KV_BYTES
+
+
+def _verify() -> None:
+    """Hold the whole set against the installed vLLM, the entries of the server's other processes too.
+
+    Raises:
+        PatchError: the gravest finding.
+    """
+    report = afdpatch.patchset.verify()
+    findings: list[tuple[str | None, Finding]] = [(None, finding) for finding in report.findings]
+    findings += [(entry.entry.id, finding) for entry in report.entries for finding in entry.findings]
+    for patch_id, finding in findings:
+        if finding.verdict is report.verdict:
+            raise finding.as_error(patch_id)
 
 
 def _check_worker(worker_cls: Any, role: str) -> None:

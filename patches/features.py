@@ -9,6 +9,7 @@ from afdpatch.runtime.config import AfdConfig, ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
 EXECUTORS = (None, "uni", "mp")
@@ -67,10 +68,32 @@ CHECKS: dict[str, Check] = {
 }
 
 
+ArgumentCheck = Callable[["EngineArgs"], Any]
+ARGUMENT_CHECKS: dict[str, ArgumentCheck] = {
+    "micro-batches": lambda args: _above_one(args.ubatch_size),
+    "eplb": lambda args: args.enable_eplb,
+    "context-parallel": lambda args: (
+        _above_one(args.prefill_context_parallel_size) or _above_one(args.decode_context_parallel_size)
+    ),
+}
+"""Features that vLLM itself refuses or forgets while it builds its configuration on some platform, checked before it does."""
+
+
 def refuse(table: Tables, feature: str, found: object) -> ConfigError:
     """The error for a refused feature."""
     row = table.refused[feature]
     return ConfigError(row.what, str(found), f"not supported by AFD yet, because {row.why} (see `afdpatch models`)")
+
+
+def check_arguments(table: Tables, args: "EngineArgs") -> None:
+    """Refuse what is known from the arguments alone.
+
+    Raises:
+        ConfigError: as `check_features`.
+    """
+    for feature, check in ARGUMENT_CHECKS.items():
+        if found := check(args):
+            raise refuse(table, feature, found)
 
 
 def check_features(table: Tables, afd: AfdConfig, vllm_config: "VllmConfig") -> None:

@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from afdpatch.patches.model import ffns
 from afdpatch.patches.settings import AfdSettings, settings_of
 from afdpatch.runtime.connectors.shm import attention_connector, ffn_connector
 from afdpatch.runtime.ffn_loop import FfnLoop
+from afdpatch.runtime.peer_watch import PeerWatch
 from afdpatch.runtime.protocol import Greeting
 from afdpatch.runtime.status import State, StatusPage
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM's handlers are on the logger "vllm"
 
-HEARTBEAT_S = 0.5
-"""How often the attention server looks whether its FFN server is there, in seconds."""
 STOP_S = 10.0
 """How long a worker waits for its own thread to end, in seconds."""
 FFN_ROWS = 1 << 20
@@ -97,8 +95,7 @@ class AttentionLink(Link):
         super().__init__(settings)
         self._timeout_s = settings.config.connect_timeout_s
         self.connector = attention_connector(settings.config, rank, self.page)
-        self._ended = threading.Event()
-        self._watch = threading.Thread(target=self._watch_peer, name="afd-peer-watch", daemon=True)
+        self._watch = PeerWatch(self.connector, self.page)
 
     def connect(self, greeting: Greeting) -> None:
         """Find the FFN server and greet it; from then on its presence is watched."""
@@ -115,18 +112,9 @@ class AttentionLink(Link):
         yield
         self.page.end_step()
 
-    def _watch_peer(self) -> None:
-        """Beat, and notice a peer that has gone while nothing is asked of it."""
-        while not self._ended.wait(HEARTBEAT_S):
-            self.page.beat()
-            if not self.connector.peer_alive():
-                self.page.set_peers(0)
-
     def close(self) -> None:
         """End the watch and the connection."""
-        self._ended.set()
-        if self._watch.is_alive():
-            self._watch.join(STOP_S)
+        self._watch.stop(STOP_S)
         self.connector.close()
 
 

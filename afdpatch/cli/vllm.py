@@ -28,6 +28,9 @@ def run_vllm(arguments: Sequence[str]) -> int:
     try:
         afdpatch.register()
         from vllm.entrypoints.cli.main import main
+
+        sys.argv = ["vllm", *arguments]
+        main()  # type: ignore[no-untyped-call,unused-ignore]
     except PatchError as error:
         print(f"afdpatch: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -40,6 +43,4 @@ def run_vllm(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    sys.argv = ["vllm", *arguments]
-    main()  # type: ignore[no-untyped-call,unused-ignore]
     return 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Comparison, compare
+from tests.e2e.conftest import MODELS, Comparison, compare, engine_options, finish_driver, start_driver
 
 CASES = ["batch:1", "batch:2", "batch:5", "batch:16", "chunked", "prefix", "seeded", "stop", "abort"]
 CONFIGURATIONS = [
@@ -95,3 +95,11 @@ def _tensors(pair: Comparison) -> int:
 
     with safe_open(Path(pair.afd["model"]) / "model.safetensors", "pt") as file:
         return len(list(file.keys()))
+
+
+def test_importing_afdpatch_with_afd_off_changes_no_token(tmp_path: Path) -> None:
+    spec = {"model": str(MODELS / "qwen3-moe"), "cases": ["batch:5"], "engine": engine_options("qwen3-moe", "bfloat16")}
+    armed, plain = start_driver(spec | {"arm": True}, tmp_path, "armed"), start_driver(spec, tmp_path, "plain")
+    seen = finish_driver(armed, tmp_path, "armed")["cases"]
+    assert seen == finish_driver(plain, tmp_path, "plain")["cases"]
+    assert seen["batch:5"][0]["choices"][0]["tokens"]

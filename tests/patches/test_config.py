@@ -1,0 +1,175 @@
+"""The config seam on real vLLM configurations: what is refused, with which words, and what a role comes up as."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from afdpatch.patches.features import CHECKS
+from afdpatch.patches.models import tables
+from afdpatch.patches.settings import AfdSettings
+from afdpatch.runtime.config import AfdConfig
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "tests" / "models"
+pytestmark = pytest.mark.e2e
+
+
+def case(afd: Any = None, env: dict[str, str] | None = None, headless: bool = False, **args: Any) -> dict[str, Any]:
+    """One configuration of qwen3-moe."""
+    base = {"model": str(MODELS / "qwen3-moe"), "enforce_eager": True, "kv_cache_memory_bytes": 1 << 27}
+    additional = {} if afd is None else {"additional_config": {"afd": afd}}
+    return {"args": base | args | additional, "env": env or {}, "headless": headless}
+
+
+ATTENTION = {"role": "attention"}
+FFN = {"role": "ffn"}
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    # name: (case, words that must stand in the one line); exit code 2
+    "unknown key": (case({"rolle": "ffn"}), ["'rolle'", "did you mean 'role'"]),
+    "not a mapping": (case("attention"), ["afd", "'attention'"]),
+    "wrong type": (case({"role": "ffn", "port": True}), ["port", "True", "1 to 65535"]),
+    "count below one": (case({"num_ffn_ranks": 0}), ["num_ffn_ranks", "0"]),
+    "port out of range": (case({"port": 70000}), ["port", "70000"]),
+    "alias beside its key": (case({"role": "ffn", "afd_role": "ffn"}), ["role, afd_role"]),
+    "unknown role": (case({"role": "Attention"}), ["role", "'Attention'", "attention or ffn"]),
+    "NPU connector": (case({"connector": "CAMP2pAFDConnector"}), ["CAMP2pAFDConnector", "Ascend NPU"]),
+    "unknown connector": (case({"connector": "pigeon"}), ["pigeon", "shm"]),
+    "attention-ranks": (case({"num_attention_ranks": 2}), ["num_attention_ranks above 1", "2"]),
+    "gate-on-attention": (case({"compute_gate_on_attention": True}), ["compute_gate_on_attention"]),
+    "tensor-parallel": (case(ATTENTION, tensor_parallel_size=2, distributed_executor_backend="mp"), ["tensor par", "2"]),
+    "data-parallel": (case(ATTENTION, data_parallel_size=2), ["data parallelism", "2"]),
+    "pipeline-parallel": (case(ATTENTION, pipeline_parallel_size=2, distributed_executor_backend="mp"), ["pipeline"]),
+    "expert-parallel": (case(ATTENTION, enable_expert_parallel=True), ["expert parallelism"]),
+    "micro-batches": (case(ATTENTION, ubatch_size=2), ["dual-batch overlap", "2"]),
+    "eplb": (case(ATTENTION, enable_eplb=True, enable_expert_parallel=True), ["EPLB"]),
+    "context-parallel": (case(ATTENTION, decode_context_parallel_size=2), ["context parallelism", "2"]),
+    "quantisation": (case(ATTENTION, quantization="fp8"), ["quantised", "fp8"]),
+    "lora": (case(ATTENTION, enable_lora=True), ["LoRA"]),
+    "speculative": (
+        case(ATTENTION, speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}),
+        ["speculative decoding", "ngram"],
+    ),
+    "kv-transfer": (
+        case(ATTENTION, kv_transfer_config={"kv_connector": "ExampleConnector", "kv_role": "kv_both"}),
+        ["KV transfer"],
+    ),
+    "load-format": (case(ATTENTION, load_format="sharded_state"), ["load formats", "sharded_state"]),
+    "load-threads": (case(ATTENTION, model_loader_extra_config={"enable_multithread_load": True}), ["multi-threaded"]),
+    "rust-front-end": (case(ATTENTION, env={"VLLM_USE_RUST_FRONTEND": "1"}), ["Rust front end"]),
+    "headless": (case(ATTENTION, headless=True), ["--headless"]),
+    "api-servers": (case(ATTENTION, _api_process_count=2), ["several API server", "2"]),
+    "cpu-offload": (case(ATTENTION, offload_group_size=2), ["weight offloading"]),
+    "weight-transfer": (case(ATTENTION, weight_transfer_config={"backend": "ipc"}), ["weight transfer"]),
+    "pooling": (case(ATTENTION, runner="pooling"), ["pooling and embedding models"]),
+    "routed-experts": (case(ATTENTION, enable_return_routed_experts=True), ["return-routed-experts"]),
+    "prefix caching at the FFN": (case(FFN, enable_prefix_caching=True), ["--enable-prefix-caching", "no KV cache"]),
+    "another worker class": (case(FFN, worker_cls="vllm.v1.worker.cpu_worker.CPUWorker"), ["--worker-cls", "CPUWorker"]),
+    "the other role's worker": (
+        case(FFN, worker_cls="afdpatch.patches.worker_cpu.AttentionWorker"),
+        ["--worker-cls", "role ffn"],
+    ),
+    "unknown architecture": (
+        case(ATTENTION, hf_overrides={"architectures": ["Qwen2MoeForCausalLM"]}),
+        ["Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"],
+    ),
+}
+ACCEPTED = {
+    "off": case(),
+    "attention": case(ATTENTION),
+    "attention elsewhere": case({"role": "attention", "host": "10.0.0.7", "port": 9999}),
+    "ffn": case(FFN),
+    "afd-plugin's words": case(
+        {
+            "afd_role": "attention",
+            "afd_connector": "P2pNcclAFDConnector",
+            "afd_host": "127.0.0.1",
+            "afd_port": "1239",
+            "num_attention_ranks": 1,
+            "num_ffn_ranks": 1,
+            "compute_gate_on_attention": False,
+            "connector_extra_config": {},
+        }
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Every case's outcome, from one process."""
+    folder = tmp_path_factory.mktemp("refusals")
+    cases = {name: refused for name, (refused, _) in REFUSED.items()} | ACCEPTED
+    (folder / "cases.json").write_text(json.dumps(cases))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.patches.refusals", "cases.json", "out.json"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, dict[str, Any]] = json.loads((folder / "out.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_afd_does_not_take_ends_with_code_2_and_one_clear_line(outcomes: dict[str, Any], name: str) -> None:
+    found = outcomes[name]
+    assert found["code"] == 2, found
+    lines = [line for line in found["message"].splitlines() if line.startswith("afdpatch: ")]
+    assert len(lines) == 1
+    for word in REFUSED[name][1]:
+        assert word in lines[0]
+
+
+def test_every_refused_feature_of_the_table_has_a_check_and_every_check_a_row() -> None:
+    assert CHECKS.keys() == tables().refused.keys()
+
+
+def test_every_check_was_seen_to_refuse() -> None:
+    untested = {
+        "device",  # this host has CPUs only
+        "ffn-ranks",  # more FFN than attention ranks are refused by the configuration already
+        "sequence-parallel",  # needs TP, DP and EP, each refused before
+        "multimodal",  # no row of the model table is multimodal
+        "executor",  # Ray isn't installed
+        "runner-v2",  # vLLM refuses it on a CPU without Triton first
+    }
+    assert CHECKS.keys() - REFUSED.keys() == untested
+
+
+def test_with_afd_off_nothing_of_afd_is_in_the_configuration(outcomes: dict[str, Any]) -> None:
+    found = outcomes["off"]
+    assert (found["settings"], found["page"]) == ("{}", None)
+    assert found["worker"] == "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+def test_each_role_comes_up_with_its_worker_and_a_status_page(outcomes: dict[str, Any]) -> None:
+    assert outcomes["attention"]["worker"] == "afdpatch.patches.worker_cpu.AttentionWorker"
+    assert outcomes["attention"]["prefix_caching"] is True
+    assert outcomes["ffn"]["worker"] == "afdpatch.patches.worker_cpu.FFNWorker"
+    assert outcomes["ffn"]["prefix_caching"] is False
+    assert outcomes["ffn"]["page"].startswith("/proc/")
+    assert outcomes["afd-plugin's words"]["worker"] == outcomes["attention"]["worker"]
+
+
+def test_the_compile_hash_holds_the_role_and_no_host_or_port(outcomes: dict[str, Any]) -> None:
+    hashes = {name: outcomes[name]["hash"] for name in ("off", "attention", "attention elsewhere", "ffn")}
+    assert hashes["attention"] == hashes["attention elsewhere"]
+    assert len(set(hashes.values())) == 3
+
+
+def test_settings_survive_pickling_and_copying_and_leave_the_link_behind() -> None:
+    settings = AfdSettings(AfdConfig.parse(FFN), tables().models["Qwen3MoeForCausalLM"], "d" * 64, {"other": 1})
+    settings.link = object()
+    again = pickle.loads(pickle.dumps(settings))
+    assert (again.role, again.digest, again.get("other"), again.link) == ("ffn", "d" * 64, 1, None)
+    assert again.compute_hash() == settings.compute_hash()
+    assert deepcopy(settings) is settings
