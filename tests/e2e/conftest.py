@@ -30,6 +30,7 @@ ENGINE = {
 }
 """vLLM's options of every engine that is compared with another."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
+DEEPSEEK = "DeepseekV2ForCausalLM"
 ROTARY = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 """The stock engine that DeepSeek is compared with has vLLM's native rotary: the CPU build's op is wrong (compat.rotary)."""
 
@@ -41,10 +42,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.e2e)
 
 
-def engine_options(model: str, dtype: str, **more: Any) -> dict[str, Any]:
+def engine_options(architecture: str, dtype: str, **more: Any) -> dict[str, Any]:
     """The options of one engine."""
     options = ENGINE | {"dtype": dtype} | more
-    if model == "deepseek-v2":  # on CPU vLLM fixes both for MLA
+    if architecture == DEEPSEEK:  # on CPU vLLM fixes both for MLA
         options.pop("max_num_batched_tokens")
         options.pop("block_size")
     return options
@@ -118,16 +119,16 @@ class Comparison:
     ffn_parameters: dict[str, int]
 
 
-def compare(model: str, dtype: str, cases: list[str], folder: Path, **more: Any) -> Comparison:
+def compare(path: Path, dtype: str, cases: list[str], folder: Path, **more: Any) -> Comparison:
     """Run the cases on both; the AFD pair runs them again with its FFNs zeroed."""
-    path = MODELS / model
-    layers = json.loads((path / "config.json").read_text())["num_hidden_layers"]
-    engine = engine_options(model, dtype, **more)
-    eager = ["--enforce-eager"] if engine["enforce_eager"] else []
-    stock_engine = engine | (ROTARY if model == "deepseek-v2" and engine["enforce_eager"] else {})
-    with ffn_server(path, dtype, folder, *eager) as (server, afd):
+    config = json.loads((path / "config.json").read_text())
+    layers, architecture = config["num_hidden_layers"], config["architectures"][0]
+    engine = engine_options(architecture, dtype, **more)
+    options = ["--enforce-eager"] if engine["enforce_eager"] else []
+    options += ["--load-format", engine["load_format"]] if "load_format" in engine else []
+    stock_engine = engine | (ROTARY if architecture == DEEPSEEK and engine["enforce_eager"] else {})
+    with ffn_server(path, dtype, folder, *options) as (server, afd):
         spec = {"model": str(path), "cases": cases}
-        architecture = json.loads((path / "config.json").read_text())["architectures"][0]
         local = {} if engine["enforce_eager"] else {"local_op": architecture}
         stock_process = start_driver(spec | local | {"engine": stock_engine}, folder, "stock")
         afd_spec = spec | {"engine": engine, "afd": afd, "zero_url": server.url}

@@ -1,6 +1,9 @@
 """Tokens and log-probabilities of an AFD pair are those of stock vLLM, and they come from the FFN server."""
 
+import json
 import math
+import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,10 @@ import pytest
 from tests.e2e.conftest import MODELS, Comparison, compare, engine_options, finish_driver, start_driver
 
 CASES = ["batch:1", "batch:2", "batch:5", "batch:16", "chunked", "prefix", "seeded", "stop", "abort"]
+MIXED = "qwen3-moe-mixed"
+"""Five layers of random strong weights, two of them dense."""
 CONFIGURATIONS = [
+    (MIXED, "bfloat16"),
     ("qwen3-moe", "bfloat16"),
     ("qwen3-moe", "float32"),
     ("qwen3-moe", "float16"),
@@ -23,7 +29,31 @@ CONFIGURATIONS = [
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     """All cases of one configuration, run on stock vLLM and on an AFD pair."""
     model, dtype = request.param
-    return compare(model, dtype, CASES, tmp_path_factory.mktemp(f"{model}-{dtype}"))
+    folder = tmp_path_factory.mktemp(f"{model}-{dtype}")
+    path = MODELS / model
+    if model == MIXED:
+        path = folder / "model"
+        make_strong_model(path, MODELS / "qwen3-moe", num_hidden_layers=5, mlp_only_layers=[0, 3])
+    return compare(path, dtype, CASES, folder)
+
+
+def make_strong_model(path: Path, like: Path, **changes: Any) -> None:
+    """A checkpoint of random strong weights (1-D tensors 1.0, others normal * 1.5 / sqrt(fan in), a seed for each tensor)."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(like, path, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            values = torch.randn(tensor.shape, generator=generator) * 1.5 / tensor.shape[-1] ** 0.5
+            tensor.copy_(values if tensor.dim() > 1 else torch.ones(tensor.shape))
+    model.save_pretrained(path)
+    saved = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(saved | {"architectures": config["architectures"]}))
 
 
 def tokens_of(case: Any) -> Any:
@@ -97,8 +127,17 @@ def _tensors(pair: Comparison) -> int:
         return len(list(file.keys()))
 
 
+@pytest.mark.parametrize("model", ["qwen3-moe", "deepseek-v2"])
+def test_dummy_loading_allocates_each_roles_own_weights_too(tmp_path: Path, model: str) -> None:
+    pair = compare(MODELS / model, "bfloat16", ["batch:1"], tmp_path, load_format="dummy")
+    assert not pair.afd["parameters"].keys() & pair.ffn_parameters.keys()
+    assert pair.afd["parameters"] | pair.ffn_parameters == pair.stock["parameters"]
+    assert pair.ffn["afd_weight_bytes"] == sum(pair.ffn_parameters.values())
+    assert pair.ffn["afd_weight_tensors{read}"] == pair.afd["page"]["weights_read"] == 0
+
+
 def test_importing_afdpatch_with_afd_off_changes_no_token(tmp_path: Path) -> None:
-    spec = {"model": str(MODELS / "qwen3-moe"), "cases": ["batch:5"], "engine": engine_options("qwen3-moe", "bfloat16")}
+    spec = {"model": str(MODELS / "qwen3-moe"), "cases": ["batch:5"], "engine": engine_options("", "bfloat16")}
     armed, plain = start_driver(spec | {"arm": True}, tmp_path, "armed"), start_driver(spec, tmp_path, "plain")
     seen = finish_driver(armed, tmp_path, "armed")["cases"]
     assert seen == finish_driver(plain, tmp_path, "plain")["cases"]
