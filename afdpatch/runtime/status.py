@@ -3,7 +3,7 @@
 A memfd that the server's first process makes; the others reach it through ``/proc/<pid>/fd/<n>``, whose path travels in
 the environment. Written by one worker, read by the HTTP processes. Numbers are aligned unsigned 64-bit words, each
 written whole, so that a reader sees an old or a new value and never half of one; two words may be of different moments.
-Texts carry a counter that is odd while they change.
+A text has two places and a count of its writes, which says which one holds; the other one is written next.
 """
 
 from __future__ import annotations
@@ -78,6 +78,11 @@ _COMPUTE_TIMES = int(_Word.COMPUTE_TIMES)
 _STEP_TIMES = int(_Word.STEP_TIMES)
 _DIGEST_AT = 2048
 _ERROR_AT = 4096
+
+
+def _slot(at: int, writes: int, limit: int) -> int:
+    """Where the text of write number ``writes`` lies: its length, then its bytes."""
+    return at + 8 + (writes & 1) * (8 + limit)
 
 
 class StatusPageError(RuntimeError):
@@ -291,24 +296,21 @@ class StatusPage:
 
     def _write_text(self, at: int, text: str, limit: int) -> None:
         data = text.encode("utf-8", "replace")[:limit]
-        word = at // 8
         with self._text_lock:
-            version = self._words[word] | 1
-            self._words[word] = version
-            self._words[word + 1] = len(data)
-            self._map[at + 16 : at + 16 + len(data)] = data
-            self._words[word] = version + 1
+            writes = self._words[at // 8] + 1
+            slot = _slot(at, writes, limit)
+            self._words[slot // 8] = len(data)
+            self._map[slot + 8 : slot + 8 + len(data)] = data
+            self._words[at // 8] = writes
 
     def _read_text(self, at: int, limit: int) -> str:
-        word = at // 8
         data = b""
-        for _ in range(100):
-            before = self._words[word]
-            length = min(self._words[word + 1], limit)
-            data = self._map[at + 16 : at + 16 + length]
-            if not before & 1 and self._words[word] == before:
+        for _ in range(1000):
+            writes = self._words[at // 8]
+            slot = _slot(at, writes, limit)
+            data = self._map[slot + 8 : slot + 8 + min(self._words[slot // 8], limit)]
+            if self._words[at // 8] == writes:
                 break
-        # A writer that died while it wrote leaves an odd counter: its text is still the best there is.
         return data.decode("utf-8", "ignore")
 
     def _read_times(self, base: int) -> Histogram:

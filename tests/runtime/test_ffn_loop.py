@@ -1,6 +1,7 @@
 """The FFN loop: heartbeat, death and end."""
 
 import contextlib
+import socket
 import threading
 import time
 
@@ -65,6 +66,45 @@ def test_the_heart_beats_while_the_weights_load(address, page):
     first = page.snapshot().heartbeat_ns
     until(lambda: page.snapshot().heartbeat_ns > first, "another beat")
     assert loop.stop()
+
+
+def test_the_heart_beats_while_a_hop_waits_for_the_weights(address, page):
+    loop = FfnLoop(ShmFfnConnector(address, page=page), compute, page, greeting("ffn"))
+    loop.start()
+    with connected(address) as attention:
+        results = []
+        thread = threading.Thread(target=lambda: results.append(attention.hop(torch.ones(1, HIDDEN), 0)))
+        thread.start()
+        for _ in range(3):
+            last = page.snapshot().heartbeat_ns
+            until(lambda last=last: page.snapshot().heartbeat_ns > last, "another beat")
+        assert not results and page.snapshot().hops == 0
+        loop.serve()
+        thread.join(10)
+        assert len(results) == 1
+    assert loop.stop()
+
+
+def test_the_heart_beats_under_a_flood_of_strangers(address, page):
+    with running(address, page):
+        stop = threading.Event()
+
+        def flood():
+            while not stop.is_set():
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+                    sock.connect(address)
+                    sock.send(b"x")
+
+        thread = threading.Thread(target=flood)
+        thread.start()
+        try:
+            for _ in range(3):
+                last = page.snapshot().heartbeat_ns
+                until(lambda last=last: page.snapshot().heartbeat_ns > last, "another beat")
+        finally:
+            stop.set()
+            thread.join()
+        assert page.snapshot().peers_refused > 0
 
 
 def test_a_computation_that_hangs_stops_the_heart_and_the_server_is_not_healthy(address, page):

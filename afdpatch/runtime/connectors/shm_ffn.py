@@ -130,6 +130,8 @@ class ShmFfnConnector(FfnConnector):
         if self._serving_asked and not self._serving:
             self._begin_serving()
         events = self._events
+        end_ns = time.monotonic_ns() + int(timeout_s * 1e9)
+        waited = False
         while True:
             while events:
                 fd, event = events.popleft()
@@ -143,14 +145,20 @@ class ShmFfnConnector(FfnConnector):
                         self._drop(fd, "left while this server loads")
                 elif not self._other_event(fd):
                     return None
-            found = self._wait(timeout_s)
+            # Events that bring no hop, however many, must not keep the caller's heart from beating.
+            if waited and time.monotonic_ns() >= end_ns:
+                return None
+            found = self._wait(max(0.0, (end_ns - time.monotonic_ns()) / 1e9))
             if not found:
                 return None
             events.extend(found)
+            waited = True
 
     def _wait(self, timeout_s: float) -> list[tuple[int, int]]:
         """Events, after a short spin or a sleep; none past the timeout."""
         poll = self._poll.poll
+        if self._pending:
+            self._drop_silent()
         if self._peers and self._serving:
             spin_until_ns = time.monotonic_ns() + self._spin_ns
             while True:
@@ -159,8 +167,6 @@ class ShmFfnConnector(FfnConnector):
                     return found
                 if time.monotonic_ns() >= spin_until_ns:
                     break
-        if self._pending:
-            self._drop_silent()
         return poll(timeout_s * 1000)
 
     def _other_event(self, fd: int) -> bool:
@@ -267,15 +273,8 @@ class ShmFfnConnector(FfnConnector):
         log.info("attention rank %d (process %d) connected at %s", theirs.rank, pending.pid, readable(self._address))
 
     def _connected(self, rank: int) -> _Peer | None:
-        """The peer that has this rank and still lives."""
-        for fd, peer in list(self._peers.items()):
-            if peer.rank == rank:
-                poll = select.poll()
-                poll.register(peer.sock, select.POLLRDHUP)
-                if not poll.poll(0):
-                    return peer
-                self._drop(fd, "connection closed without goodbye; its successor is here")
-        return None
+        """The peer that has this rank; one that died is gone by now: its end was seen before this greeting."""
+        return next((peer for peer in self._peers.values() if peer.rank == rank), None)
 
     def _interest(self) -> int:
         return select.POLLIN if self._serving else select.POLLRDHUP
