@@ -145,6 +145,7 @@ def make(venv: Path, stamp: Path) -> None:
     say(4, "afdpatch itself (editable), and a look at the whole")
     pip_install(venv, ["--no-deps", "--no-build-isolation", "-e", str(ROOT)], expected=1)
     for module in ("torch", "vllm", "afdpatch"):
+        print(f"      import {module}", flush=True)
         if error := import_error(venv, module):
             raise Failed(
                 f"`import {module}` fails in {short(venv)}: {error}\nTry `make clean env`, which starts afresh."
