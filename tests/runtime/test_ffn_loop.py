@@ -1,6 +1,7 @@
 """The FFN loop: heartbeat, death and end."""
 
 import contextlib
+import select
 import socket
 import threading
 import time
@@ -68,21 +69,45 @@ def test_the_heart_beats_while_the_weights_load(address, page):
     assert loop.stop()
 
 
-def test_the_heart_beats_while_a_hop_waits_for_the_weights(address, page):
-    loop = FfnLoop(ShmFfnConnector(address, page=page), compute, page, greeting("ffn"))
+class Counting(ShmFfnConnector):
+    """Counts how often it waits."""
+
+    waits = 0
+
+    def _wait(self, timeout_s):
+        self.waits += 1
+        return super()._wait(timeout_s)
+
+
+def test_the_heart_beats_at_its_pace_while_a_hop_waits_for_the_weights(address, page):
+    connector = Counting(address, page=page)
+    loop = FfnLoop(connector, compute, page, greeting("ffn"))
     loop.start()
     with connected(address) as attention:
         results = []
         thread = threading.Thread(target=lambda: results.append(attention.hop(torch.ones(1, HIDDEN), 0)))
         thread.start()
+        before = connector.waits
         for _ in range(3):
             last = page.snapshot().heartbeat_ns
             until(lambda last=last: page.snapshot().heartbeat_ns > last, "another beat")
         assert not results and page.snapshot().hops == 0
+        assert connector.waits - before < 20  # a hop that may not be read yet must not wake the thread
         loop.serve()
         thread.join(10)
         assert len(results) == 1
     assert loop.stop()
+
+
+def test_events_without_a_hop_dont_keep_receive_beyond_its_time(address):
+    class Flooded(ShmFfnConnector):
+        def _wait(self, timeout_s):
+            return [(self._listener.fileno(), select.POLLIN)]
+
+    connector = Flooded(address)
+    connector.listen(greeting("ffn"))
+    assert connector.receive(0.05) is None
+    connector.close()
 
 
 def test_the_heart_beats_under_a_flood_of_strangers(address, page):

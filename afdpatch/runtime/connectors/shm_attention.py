@@ -91,8 +91,6 @@ class ShmAttentionConnector(AttentionConnector):
         # One byte more than any message may have, so that a longer one shows.
         self._in = bytearray(HEADER_BYTES + MAX_ERROR_BYTES + 1)
 
-    # Connecting
-
     def connect(self, greeting: Greeting, deadline_s: float | None = None) -> Greeting:
         started = time.monotonic()
         deadline = started + self._connect_timeout_s if deadline_s is None else deadline_s
@@ -185,8 +183,6 @@ class ShmAttentionConnector(AttentionConnector):
                 return answer
         listed = "; ".join(map(str, found))
         raise GreetingMismatch(f"{where} doesn't fit this attention server: {listed}; start both alike", found)
-
-    # Hops
 
     def hop(self, hidden: Tensor, layer: int, micro_batch: int = 0) -> Tensor:
         started = time.monotonic_ns()
@@ -323,8 +319,6 @@ class ShmAttentionConnector(AttentionConnector):
             f"sequence {header.sequence}, layer {header.layer}, {header.rows} rows; "
             f"expected REPLY, sequence {self._sequence}; connect again"
         )
-
-    # Watching and leaving
 
     def wait_ready(self, deadline_s: float | None = None) -> None:
         started = time.monotonic_ns()
