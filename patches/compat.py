@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# ---- compat.cli-version ------------------------------------------------------------------------------------------------
+# ---- compat.cli-version ---------------------------------------------------------------------------------------------
 
 
 class _CpuWheel(importlib.metadata.Distribution):
@@ -25,7 +25,9 @@ class _CpuWheel(importlib.metadata.Distribution):
         """The wheel's own file; in METADATA, the name `vllm` and the version with `+cpu`."""
         text = self._wheel.read_text(filename)
         if filename not in ("METADATA", "PKG-INFO") or text is None:
-            return None if filename == "entry_points.txt" else text  # the wheel's own entry points are found under its own name
+            return (
+                None if filename == "entry_points.txt" else text
+            )  # the wheel's own entry points are found under its own name
         lines = text.split("\n")
         for index, line in enumerate(lines):
             if line.startswith("Name:"):
@@ -64,7 +66,7 @@ class _CpuWheelFinder(importlib.metadata.DistributionFinder):
 def install_distribution() -> Callable[[], None]:
     """Install the finder; returns its undo.
 
-    vLLM's command (vllm/entrypoints/cli/main.py) asks for `importlib.metadata.version("vllm")`, which the CPU wheel lacks.
+    vLLM's command (vllm/entrypoints/cli/main.py) asks for the version of the distribution "vllm".
     """
     finder = _CpuWheelFinder()
     sys.meta_path.append(finder)
@@ -85,7 +87,7 @@ def cli_finds_its_version() -> bool:
     return True
 
 
-# ---- compat.rotary -----------------------------------------------------------------------------------------------------
+# ---- compat.rotary --------------------------------------------------------------------------------------------------
 
 Rotary = Callable[..., "tuple[torch.Tensor, torch.Tensor | None]"]
 
@@ -108,8 +110,8 @@ def rotary_forward_cpu(original: Rotary) -> Rotary:
 def rotary_is_right() -> bool:
     """Probe: does vLLM's own CPU op agree with its native form where DeepSeek uses it? Then compat.rotary is obsolete.
 
-    Queries [rows, heads, size] and keys that are a slice of wider rows, both styles; the fault's error is above 4 on unit normals,
-    and a right op differs by rounding only (below 1e-4 in fp32).
+    Queries [rows, heads, size] and keys that are a slice of wider rows, both styles; the fault's error is above 4 on
+    unit normals, and a right op differs by rounding only (below 1e-4 in fp32).
     """
     import inspect
 

@@ -80,7 +80,7 @@ def _with_afd(
 
 
 def _settle(args: "EngineArgs", afd: AfdConfig) -> None:
-    """Set what the role needs where the user left vLLM's default; runs again in each API server, with the same outcome."""
+    """Set what the role needs where the user left vLLM's default."""
     from vllm.platforms import current_platform
 
     workers = WORKERS.get(current_platform.device_type)
@@ -90,7 +90,9 @@ def _settle(args: "EngineArgs", afd: AfdConfig) -> None:
         args.worker_cls = f"{workers}.{'AttentionWorker' if afd.role == 'attention' else 'FFNWorker'}"
     if afd.role == "ffn":
         if args.enable_prefix_caching:
-            raise ConfigError("--enable-prefix-caching", "on", "the FFN server has no KV cache to keep prefixes in; leave it out")
+            raise ConfigError(
+                "--enable-prefix-caching", "on", "the FFN server has no KV cache to keep prefixes in; leave it out"
+            )
         args.enable_prefix_caching = False
         if args.kv_cache_memory_bytes is None:
             args.kv_cache_memory_bytes = FFN_KV_BYTES

@@ -76,7 +76,7 @@ ARGUMENT_CHECKS: dict[str, ArgumentCheck] = {
         _above_one(args.prefill_context_parallel_size) or _above_one(args.decode_context_parallel_size)
     ),
 }
-"""Features that vLLM itself refuses or forgets while it builds its configuration on some platform, checked before it does."""
+"""Features that vLLM itself refuses or forgets while it builds its configuration, checked before it does."""
 
 
 def refuse(table: Tables, feature: str, found: object) -> ConfigError:

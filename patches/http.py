@@ -19,10 +19,20 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-FFN_ANSWERS = ("/health", "/ping", "/metrics", "/version", "/load", "/v1/models", "/server_info", "/docs", "/openapi.json")
+FFN_ANSWERS = (
+    "/health",
+    "/ping",
+    "/metrics",
+    "/version",
+    "/load",
+    "/v1/models",
+    "/server_info",
+    "/docs",
+    "/openapi.json",
+)
 """What an FFN server answers to GET and HEAD; everything else needs an attention server."""
 FFN_CONTROL = ("/collective_rpc",)
-"""vLLM's development endpoints that reach workers and no requests; vLLM itself shows them only with VLLM_SERVER_DEV_MODE=1."""
+"""vLLM's development endpoint that reaches workers; vLLM itself has it only with VLLM_SERVER_DEV_MODE=1."""
 
 
 def init_entrypoints_middleware(original: Callable[..., None]) -> Callable[..., None]:
@@ -31,7 +41,7 @@ def init_entrypoints_middleware(original: Callable[..., None]) -> Callable[..., 
     @functools.wraps(original)
     def wrapper(args: "Namespace", app: "FastAPI", supported_tasks: tuple[Any, ...]) -> None:
         original(args, app, supported_tasks)
-        app.add_middleware(AfdMiddleware)  # type: ignore[arg-type]
+        app.add_middleware(AfdMiddleware)
 
     return wrapper
 

@@ -22,7 +22,7 @@ META = torch.device("meta")
 
 
 def create_model(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Around `BaseModelLoader.create_model`: builds the whole model, the other role's part on the meta device, and cuts it."""
+    """Around `BaseModelLoader.create_model`: builds the model, the other role's part on meta, and cuts it."""
 
     @functools.wraps(original)
     def wrapper(self: Any, vllm_config: "VllmConfig", model_config: "ModelConfig", prefix: str = "") -> nn.Module:
@@ -36,7 +36,7 @@ def create_model(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]
     return wrapper
 
 
-# ---- building ----------------------------------------------------------------------------------------------------------
+# ---- building -------------------------------------------------------------------------------------------------------
 
 
 def ffn_classes(row: ModelRow) -> list[type[nn.Module]]:
@@ -73,7 +73,7 @@ def _built_on(cls: type[nn.Module], device: torch.device) -> Iterator[None]:
         cls.__init__ = init  # type: ignore[method-assign]
 
 
-# ---- cutting -----------------------------------------------------------------------------------------------------------
+# ---- cutting --------------------------------------------------------------------------------------------------------
 
 
 class Absent(PPMissingLayer):
@@ -91,8 +91,7 @@ class Absent(PPMissingLayer):
 class RemoteFFN(PPMissingLayer):
     """Stands on the attention server where a layer's FFN was; its forward is a hop to the FFN server and back.
 
-    `at(name, layer, original, link)` makes one that is still an instance of the class it stands for, since decoder layers ask
-    (DeepSeek-V2 in fp16).
+    `at` makes one that is still an instance of the class it stands for, since decoder layers ask (DeepSeek-V2 in fp16).
     """
 
     @staticmethod
@@ -117,7 +116,8 @@ class RemoteFFN(PPMissingLayer):
         """
         if already_sequence_parallel:
             raise NotImplementedError("sequence-parallel MoE (already_sequence_parallel) is not supported by AFD")
-        return torch.ops.afdpatch.ffn(hidden_states, self.name)
+        result: torch.Tensor = torch.ops.afdpatch.ffn(hidden_states, self.name)
+        return result
 
     def ffn(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The hop: what the custom op calls."""
@@ -154,13 +154,13 @@ def ffns(model: nn.Module, row: ModelRow) -> Iterator[tuple[str, int, nn.Module,
         RuntimeError: a layer has no FFN where the row says, or one of another class.
     """
     classes = tuple(ffn_classes(row))
-    for layer, decoder in enumerate(model.get_submodule(row.layers)):
+    for layer, decoder in enumerate(model.get_submodule(row.layers).children()):
         name = f"{row.layers}.{layer}.{row.ffn}"
         ffn = getattr(decoder, row.ffn, None)
         if not isinstance(ffn, classes):
             raise RuntimeError(
-                f"{row.architecture}: expected one of {', '.join(row.ffn_classes)} at {name}, found {type(ffn).__name__}; "
-                "the model's row in the table doesn't fit this vLLM"
+                f"{row.architecture}: expected one of {', '.join(row.ffn_classes)} at {name}, "
+                f"found {type(ffn).__name__}; the model's row in the table doesn't fit this vLLM"
             )
         yield name, layer, decoder, ffn
 
@@ -180,7 +180,7 @@ def _empty(model: nn.Module, kept: set[int], ancestors: set[int], context: dict[
         for name, child in list(module.named_children()):
             if id(child) not in kept and id(child) not in ancestors:
                 _forget(context, child)
-                setattr(module, name, Absent())
+                setattr(module, name, Absent())  # type: ignore[no-untyped-call]
 
 
 def _forget(context: dict[str, Any], removed: nn.Module) -> None:
@@ -193,10 +193,12 @@ def _forget(context: dict[str, Any], removed: nn.Module) -> None:
 def _check_memory(model: nn.Module) -> None:
     left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if left:
-        raise RuntimeError(f"built on the meta device but needed by this role: {', '.join(left[:5])} ({len(left)} tensors)")
+        raise RuntimeError(
+            f"built on the meta device but needed by this role: {', '.join(left[:5])} ({len(left)} tensors)"
+        )
 
 
-# ---- the hop as an op --------------------------------------------------------------------------------------------------
+# ---- the hop as an op -----------------------------------------------------------------------------------------------
 
 
 def _ffn(hidden_states: torch.Tensor, layer_name: str) -> torch.Tensor:
@@ -209,7 +211,7 @@ def _ffn_fake(hidden_states: torch.Tensor, layer_name: str) -> torch.Tensor:
     return torch.empty_like(hidden_states)
 
 
-LIBRARY = torch.library.Library("afdpatch", "FRAGMENT")
-"""Holds the op `afdpatch::ffn(Tensor hidden_states, str layer_name) -> Tensor`, opaque to torch.compile. The layer is found by
-name in vLLM's forward context, as vLLM's own attention and MoE ops do."""
+LIBRARY = torch.library.Library("afdpatch", "FRAGMENT")  # type: ignore[no-untyped-call]
+"""Holds the op `afdpatch::ffn(Tensor hidden_states, str layer_name) -> Tensor`, opaque to torch.compile. The layer is
+found by name in vLLM's forward context, as vLLM's own attention and MoE ops do."""
 direct_register_custom_op("ffn", _ffn, fake_impl=_ffn_fake, target_lib=LIBRARY)

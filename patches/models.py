@@ -70,6 +70,11 @@ class Tables:
         )
 
 
+def _row(architecture: str, row: dict[str, Any]) -> ModelRow:
+    lists = {key: tuple(value) for key, value in row.items() if isinstance(value, list)}
+    return ModelRow(architecture, **{**row, **lists})
+
+
 @lru_cache(maxsize=1)
 def tables() -> Tables:
     """manifests/models.yaml, read once."""
@@ -77,9 +82,5 @@ def tables() -> Tables:
 
     text = files("afdpatch.manifests").joinpath("models.yaml").read_text(encoding="utf-8")
     data: dict[str, Any] = yaml.safe_load(text)
-    lists = {"ffn_classes", "ffn_weights", "shared", "dtypes"}
-    models = {
-        name: ModelRow(name, **{k: tuple(v) if k in lists else v for k, v in row.items()})
-        for name, row in data["models"].items()
-    }
+    models = {name: _row(name, row) for name, row in data["models"].items()}
     return Tables(models, {key: Refusal(key, **value) for key, value in data["refused"].items()})

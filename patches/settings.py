@@ -33,7 +33,7 @@ class AfdSettings:
 
     @property
     def role(self) -> str:
-        """"attention" or "ffn"."""
+        """ "attention" or "ffn"."""
         return self.config.role
 
     def compute_hash(self) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 def should_skip_weight(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Around `should_skip_weight`, which vLLM asks before it reads a tensor: the other role's tensors are skipped too."""
+    """Around `should_skip_weight`, which vLLM asks before it reads a tensor: the other role's are skipped too."""
     from vllm.config import get_current_vllm_config
 
     from afdpatch.patches.settings import settings_of

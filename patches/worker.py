@@ -1,4 +1,4 @@
-"""Worker seam: the two roles as mix-ins over a platform's own worker (afdpatch.patches.worker_cpu names the classes)."""
+"""Worker seam: the two roles as mix-ins over a platform's own worker (classes: afdpatch.patches.worker_cpu)."""
 
 import hashlib
 import json
@@ -66,7 +66,9 @@ class Link:
     def __init__(self, settings: AfdSettings) -> None:
         page = StatusPage.from_environment()
         if page is None:
-            raise RuntimeError("no status page: the server's first process makes it; start the server through vLLM's EngineArgs")
+            raise RuntimeError(
+                "no status page: the server's first process makes it; start the server through vLLM's EngineArgs"
+            )
         self.page = page
         self.page.set_worker()
         self.page.set_manifest_digest(settings.digest)
@@ -235,7 +237,9 @@ def _settings(vllm_config: "VllmConfig", role: str) -> AfdSettings:
     settings = settings_of(vllm_config)
     if settings is None or settings.role != role:
         found = "no AFD settings" if settings is None else f"the role {settings.role}"
-        raise RuntimeError(f"a worker of the AFD role {role} was started in a server with {found}; leave --worker-cls at auto")
+        raise RuntimeError(
+            f"a worker of the AFD role {role} was started in a server with {found}; leave --worker-cls at auto"
+        )
     afdpatch.patchset.apply(role=role, process="worker")
     return settings
 

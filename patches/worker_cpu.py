@@ -5,9 +5,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker  # isort: skip  # must be the fi
 from afdpatch.patches.worker import AttentionRole, FFNRole
 
 
-class AttentionWorker(AttentionRole, CPUWorker):  # type: ignore[misc]
+class AttentionWorker(AttentionRole, CPUWorker):
     """vLLM's CPU worker as an attention server's."""
 
 
-class FFNWorker(FFNRole, CPUWorker):  # type: ignore[misc]
+class FFNWorker(FFNRole, CPUWorker):
     """vLLM's CPU worker as an FFN server's."""

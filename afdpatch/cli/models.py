@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 
 DESCRIPTION = "Show the models that AFD serves and the features that it refuses. The servers read the same table."
@@ -46,12 +47,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _markdown(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [header, tuple("---" for _ in header), *rows]
     return "\n".join("| " + " | ".join(row) + " |" for row in lines) + "\n"
 
 
-def _print_table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def _print_table(title: str, header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     from rich.console import Console
     from rich.table import Table
 

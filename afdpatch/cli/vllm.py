@@ -19,8 +19,8 @@ def run(args: argparse.Namespace) -> int:
 def run_vllm(arguments: Sequence[str]) -> int:
     """Run `vllm ARGUMENTS...` here; returns its exit code, or lets its SystemExit through.
 
-    The import of afdpatch, which came before, has armed what must be in place when vLLM is imported. Where that failed, or
-    fails once vLLM is imported, vLLM doesn't run: a server with a role must not come up as a plain one.
+    The import of afdpatch, which came before, has armed what must be in place when vLLM is imported. Where that
+    failed, or fails once vLLM is imported, vLLM doesn't run: a server with a role must not come up as a plain one.
     """
     import afdpatch
     from afdpatch.registry import PatchError

@@ -32,7 +32,7 @@ ENGINE = {
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
 DEEPSEEK = "DeepseekV2ForCausalLM"
 ROTARY = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
-"""The stock engine that DeepSeek is compared with has vLLM's native rotary: the CPU build's op is wrong (compat.rotary)."""
+"""The stock engine beside DeepSeek has vLLM's native rotary: the CPU build's op is wrong (compat.rotary)."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

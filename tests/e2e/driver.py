@@ -1,7 +1,8 @@
 """One engine, one battery of cases: `python -m tests.e2e.driver SPEC OUT`, both JSON files.
 
-It runs vLLM in this process (no EngineCore process), so that the composition of every batch is the same in every run: a stock
-engine, or an attention role that is connected to a real FFN server. What it saw is written to OUT; tests compare files.
+It runs vLLM in this process (no EngineCore process), so that the composition of every batch is the same in every run:
+a stock engine, or an attention role that is connected to a real FFN server.
+What it saw is written to OUT; tests compare files.
 """
 
 import json
@@ -14,10 +15,11 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 LONG = (
-    "The :func:`open` function returns a file object. The mode argument is optional; 'r' will be assumed if it is omitted. "
-    "Normally, files are opened in text mode, that means, you read and write strings from and to the file, which are encoded "
-    "in a specific encoding. If encoding is not specified, the default is platform dependent. Appending a 'b' to the mode "
-    "opens the file in binary mode. Binary mode data is read and written as bytes objects. "
+    "The :func:`open` function returns a file object. The mode argument is optional; 'r' will be assumed "
+    "if it is omitted. Normally, files are opened in text mode, that means, you read and write strings "
+    "from and to the file, which are encoded in a specific encoding. If encoding is not specified, the "
+    "default is platform dependent. Appending a 'b' to the mode opens the file in binary mode. Binary "
+    "mode data is read and written as bytes objects. "
 )
 PROMPTS = [
     "The :func:`open` function returns",
@@ -168,7 +170,7 @@ class Runner:
 
 
 def call_ffns_through_the_op(architecture: str) -> None:
-    """In a stock model, call each layer's own FFN through the op of the hop, locally: what a compiled AFD model is held against."""
+    """In a stock model, call each layer's own FFN through the hop's op: what a compiled AFD model is held against."""
     from torch import nn
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -211,7 +213,8 @@ def show(output: Any) -> dict[str, Any]:
                 "text": choice.text,
                 "finish": [choice.finish_reason, str(choice.stop_reason)],
                 "logprobs": [
-                    {str(token): value.logprob for token, value in sorted(step.items())} for step in choice.logprobs or []
+                    {str(token): value.logprob for token, value in sorted(step.items())}
+                    for step in choice.logprobs or []
                 ],
             }
             for choice in output.outputs

@@ -1,4 +1,4 @@
-"""Records a model's parameters after loading and before vLLM repacks them (the CPU's packed linears keep empty parameters)."""
+"""Records a model's parameters after loading and before vLLM repacks them (packed linears keep empty ones)."""
 
 from typing import Any
 

@@ -38,7 +38,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def make_strong_model(path: Path, like: Path, **changes: Any) -> None:
-    """A checkpoint of random strong weights (1-D tensors 1.0, others normal * 1.5 / sqrt(fan in), a seed for each tensor)."""
+    """A checkpoint of random strong weights (1-D: 1.0; others normal * 1.5 / sqrt(fan in))."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -99,7 +99,12 @@ def test_a_changed_vllm_ends_the_server_before_weights_load(vllm_copy: Path, nam
 
 
 def test_comments_and_docstrings_do_not_count(vllm_copy: Path) -> None:
-    edit(vllm_copy, BASE_LOADER, '"""Create a model with the given configurations."""', '"""Another text."""  # and a comment')
+    edit(
+        vllm_copy,
+        BASE_LOADER,
+        '"""Create a model with the given configurations."""',
+        '"""Another text."""  # and a comment',
+    )
     done = subprocess.run(
         [sys.executable, "-m", "afdpatch", "verify"],
         env={**os.environ, "PYTHONPATH": str(vllm_copy)},

@@ -50,4 +50,6 @@ def test_held_out_perplexity_equals_stock_vllms_and_transformers_within_one_perc
     assert reference["count"] == afd["count"]
     assert abs(perplexity(afd) / perplexity(reference) - 1) < 0.01
     assert perplexity(pair.afd["zero"][CASE]) > 2 * perplexity(afd)
-    print(f"{model}: AFD {perplexity(afd):.3f}, stock {perplexity(stock):.3f}, transformers {perplexity(reference):.3f}")
+    print(
+        f"{model}: AFD {perplexity(afd):.3f}, stock {perplexity(stock):.3f}, transformers {perplexity(reference):.3f}"
+    )

@@ -42,7 +42,14 @@ def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
 
 def ask(server: Server, path: str = "/v1/completions", **body: Any) -> tuple[int, Any]:
     """POST a completion; status and JSON."""
-    content = {"model": "m", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "logprobs": 3, "ignore_eos": True} | body
+    content = {
+        "model": "m",
+        "prompt": PROMPT,
+        "max_tokens": 24,
+        "temperature": 0,
+        "logprobs": 3,
+        "ignore_eos": True,
+    } | body
     request = urllib.request.Request(
         server.url + path, json.dumps(content).encode(), {"Content-Type": "application/json"}
     )
@@ -55,7 +62,14 @@ def ask(server: Server, path: str = "/v1/completions", **body: Any) -> tuple[int
 
 def stream(server: Server, stop_after: int | None = None, **body: Any) -> list[tuple[str, float]]:
     """Stream a completion: (token, log-probability) of each; hangs up after `stop_after` tokens."""
-    content = {"model": "m", "prompt": PROMPT, "max_tokens": 48, "temperature": 0, "logprobs": 1, "ignore_eos": True} | body
+    content = {
+        "model": "m",
+        "prompt": PROMPT,
+        "max_tokens": 48,
+        "temperature": 0,
+        "logprobs": 1,
+        "ignore_eos": True,
+    } | body
     connection = HTTPConnection(server.host, server.port, timeout=120)
     connection.request(
         "POST", "/v1/completions", json.dumps(content | {"stream": True}), {"Content-Type": "application/json"}
@@ -88,7 +102,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Ser
     for server in (attention, ffn):
         server.env |= ONE_THREAD
     with attention:
-        until(lambda: "waiting up to" in attention.log.path.read_text(), 120, "the attention server waits for its FFN server")
+        until(
+            lambda: "waiting up to" in attention.log.path.read_text(),
+            120,
+            "the attention server waits for its FFN server",
+        )
         with ffn:
             wait_all([attention, ffn], 300)
             yield attention, ffn
@@ -120,11 +138,13 @@ def test_completions_are_those_of_stock_vllm(pair: tuple[Server, Server], alone:
     status, answer = ask(attention, **REQUESTS[name])
     assert status == 200
     assert said(answer) == said(ask(alone, **REQUESTS[name])[1])
-    assert hops_when_idle(attention, ffn) >= before + LAYERS * answer["usage"]["completion_tokens"] / len(answer["choices"])
+    assert hops_when_idle(attention, ffn) >= before + LAYERS * answer["usage"]["completion_tokens"] / len(
+        answer["choices"]
+    )
 
 
 def hops_when_idle(attention: Server, ffn: Server) -> float:
-    """The hops that the FFN server counted, once they are those of the attention server's steps (one runs on after a stop)."""
+    """The hops that the FFN server counted, once they are those of all steps (one runs on after a stop)."""
 
     def settled() -> float | None:
         hops, steps = metrics(ffn.url)["afd_hops_total"], metrics(attention.url)["afd_steps_total"]
@@ -139,7 +159,9 @@ def test_streaming_and_hanging_up_in_mid_stream(pair: tuple[Server, Server], alo
     assert len(expected) == 48
     assert stream(pair[0]) == expected
     assert stream(pair[0], stop_after=5) == expected[:5]
-    until(lambda: b"vllm:num_requests_running" in _metrics(pair[0]) and _running(pair[0]) == 0, 20, "no request is left")
+    until(
+        lambda: b"vllm:num_requests_running" in _metrics(pair[0]) and _running(pair[0]) == 0, 20, "no request is left"
+    )
     assert stream(pair[0]) == expected
 
 
@@ -196,7 +218,9 @@ def test_the_ffn_servers_health_follows_its_loop(pair: tuple[Server, Server]) ->
     worker = int(metrics(ffn.url)["afd_worker_pid"])
     os.kill(worker, signal.SIGSTOP)
     try:
-        until(lambda: get_status("127.0.0.1", ffn.port, "/health") == 503, 20, "/health 503 while the loop stands still")
+        until(
+            lambda: get_status("127.0.0.1", ffn.port, "/health") == 503, 20, "/health 503 while the loop stands still"
+        )
     finally:
         os.kill(worker, signal.SIGCONT)
     until(lambda: get_status("127.0.0.1", ffn.port, "/health") == 200, 20, "/health 200 when it goes on")
@@ -236,7 +260,9 @@ def test_sigterm_leaves_nothing_and_the_same_ports_work_again(tmp_path: Path) ->
                 assert main is not None
                 os.kill(main, signal.SIGTERM)
             for server in (attention, ffn):
-                code = until(lambda server=server: [server.exit_code] if server.exit_code is not None else None, 30, "an end")
+                code = until(
+                    lambda server=server: [server.exit_code] if server.exit_code is not None else None, 30, "an end"
+                )
                 assert code == [0], server.log.path.read_text()[-2000:]
                 assert "Traceback" not in server.log.path.read_text()
         assert not [pid for pid in alive if Path(f"/proc/{pid}").exists()]
@@ -252,7 +278,11 @@ def test_a_killed_worker_ends_its_server_and_the_other_says_so(tmp_path: Path, v
         assert ask(attention)[0] == 200
         server, other = (attention, ffn) if victim == "attention" else (ffn, attention)
         os.kill(int(metrics(server.url)["afd_worker_pid"]), signal.SIGKILL)
-        until(lambda: get_status("127.0.0.1", server.port, "/health") != 200, 10, f"/health of the {victim} server not 200")
+        until(
+            lambda: get_status("127.0.0.1", server.port, "/health") != 200,
+            10,
+            f"/health of the {victim} server not 200",
+        )
         until(lambda: server.exit_code is not None, 60, f"the {victim} server ends")
         if victim == "ffn":
             until(lambda: get_status("127.0.0.1", other.port, "/health") == 503, 10, "503 at the attention server")

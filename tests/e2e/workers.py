@@ -1,4 +1,4 @@
-"""The FFN worker of the tests: the real one, with a switch that replaces each FFN by zeros, and a look at its parameters."""
+"""The FFN worker of the tests: the real one, with a switch for zeros and a look at its parameters."""
 
 from typing import Any
 

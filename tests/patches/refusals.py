@@ -1,7 +1,7 @@
 """Builds vLLM configurations in one process: `python -m tests.patches.refusals CASES OUT`, both JSON files.
 
-A case is {"args": EngineArgs' own, "env": {...}, "headless": bool}. For each: the exit code that a server would end with, its
-message, or what it would have come up as.
+A case is {"args": EngineArgs' own, "env": {...}, "headless": bool}. For each: the exit code that a server
+would end with, its message, or what it would have come up as.
 """
 
 import contextlib
@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import afdpatch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
+
+import afdpatch
 
 
 def outcome(case: dict[str, Any]) -> dict[str, Any]:

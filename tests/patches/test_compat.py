@@ -69,7 +69,8 @@ with set_current_vllm_config(VllmConfig()):
         def inputs():
             key = wide.clone()[:, 512:]
             key = key if slice_of_wider else key.contiguous()
-            return (positions, query.clone(), key[:, None]) if heads_apart else (positions, query.clone().view(5, 256), key)
+            flat = query.clone().view(5, 256)
+            return (positions, query.clone(), key[:, None]) if heads_apart else (positions, flat, key)
         expected = rotary.forward_native(*inputs())
         def error(op): return max((a - b).abs().max().item() for a, b in zip(op(rotary, *inputs()), expected))
         found.append((heads_apart, error(RotaryEmbedding.forward_cpu), error(repaired)))

@@ -43,7 +43,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown connector": (case({"connector": "pigeon"}), ["pigeon", "shm"]),
     "attention-ranks": (case({"num_attention_ranks": 2}), ["num_attention_ranks above 1", "2"]),
     "gate-on-attention": (case({"compute_gate_on_attention": True}), ["compute_gate_on_attention"]),
-    "tensor-parallel": (case(ATTENTION, tensor_parallel_size=2, distributed_executor_backend="mp"), ["tensor par", "2"]),
+    "tensor-parallel": (
+        case(ATTENTION, tensor_parallel_size=2, distributed_executor_backend="mp"),
+        ["tensor par", "2"],
+    ),
     "data-parallel": (case(ATTENTION, data_parallel_size=2), ["data parallelism", "2"]),
     "pipeline-parallel": (case(ATTENTION, pipeline_parallel_size=2, distributed_executor_backend="mp"), ["pipeline"]),
     "expert-parallel": (case(ATTENTION, enable_expert_parallel=True), ["expert parallelism"]),
@@ -70,7 +73,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "pooling": (case(ATTENTION, runner="pooling"), ["pooling and embedding models"]),
     "routed-experts": (case(ATTENTION, enable_return_routed_experts=True), ["return-routed-experts"]),
     "prefix caching at the FFN": (case(FFN, enable_prefix_caching=True), ["--enable-prefix-caching", "no KV cache"]),
-    "another worker class": (case(FFN, worker_cls="vllm.v1.worker.cpu_worker.CPUWorker"), ["--worker-cls", "CPUWorker"]),
+    "another worker class": (
+        case(FFN, worker_cls="vllm.v1.worker.cpu_worker.CPUWorker"),
+        ["--worker-cls", "CPUWorker"],
+    ),
     "the other role's worker": (
         case(FFN, worker_cls="afdpatch.patches.worker_cpu.AttentionWorker"),
         ["--worker-cls", "role ffn"],
