@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from afdpatch.patches.models import tables
-from afdpatch.registry import packaged_manifest
+from afdpatch.registry import Manifest, packaged_manifest
 from afdpatch.runtime.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def test_json_and_text_show_every_model_and_every_refusal() -> None:
 
 
 def test_each_row_is_pinned_by_its_seam_and_its_classes_are_relied_on() -> None:
-    entries = {entry.id: entry for entry in packaged_manifest("afdpatch.manifests", "afd").entries}
+    entries = {entry.id: entry for entry in Manifest.read(packaged_manifest("afdpatch.manifests", "afd")).entries}
     for row in tables().models.values():
         relied = {symbol.rsplit(".", 1)[0] for symbol in entries[row.seam].relies}
         assert set(row.ffn_classes) <= relied
