@@ -31,6 +31,8 @@ ROOT = HERE.parent
 SUPPORTED = ((3, 10), (3, 11), (3, 12), (3, 13))
 STEPS = 4
 PIP_FLAGS = ["--disable-pip-version-check", "--no-input", "--progress-bar", "off", "--no-warn-script-location"]
+# Python compiles what is imported; to compile all of torch and vLLM here would double the time.
+PIP_FLAGS += ["--no-compile"]
 
 
 class Failed(Exception):

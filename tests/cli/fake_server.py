@@ -49,11 +49,11 @@ def die_when_told() -> None:
 if __name__ == "__main__":
     folder, port = Path(sys.argv[1]), int(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     child = subprocess.Popen([sys.executable, "-c", STUBBORN], start_new_session=True)
     (folder / "pids.new").write_text(f"{os.getpid()} {child.pid}")
     (folder / "pids.new").rename(folder / "pids")
     threading.Thread(target=die_when_told, daemon=True).start()
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     log("INFO", "Starting to load model fake")
     log("WARNING", f"cores are {os.environ.get('VLLM_CPU_OMP_THREADS_BIND')}")
     http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
