@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from afdpatch.cli.logs import Log
 
 GRACE_SECONDS = 20.0
 POLL_SECONDS = 0.1
+SERVER_PORTS = (20000, 32768)
 
 
 class ServerError(Exception):
@@ -286,11 +288,14 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def free_port(avoid: Iterable[int] = ()) -> int:
-    """A port that nobody listens on now."""
+    """A port that nobody listens on now, below those that the kernel gives to outgoing connections.
+
+    A server binds its port long after it was chosen: one of the kernel's own could be taken by any connection until
+    then, even by the one that asks whether the server is there.
+    """
     avoid = set(avoid)
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if port not in avoid:
+    for _ in range(1000):
+        port = random.randrange(*SERVER_PORTS)
+        if port not in avoid and port_is_free(port):
             return port
+    raise OSError(f"expected a free port from {SERVER_PORTS[0]} to {SERVER_PORTS[1] - 1}, found none")

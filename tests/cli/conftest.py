@@ -16,7 +16,7 @@ from afdpatch.cli.servers import Server, free_port
 FAKE = Path(__file__).with_name("fake_server.py")
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait until the condition holds; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -21,7 +21,7 @@ def test_it_is_ready_only_once_health_answers_200(fake: Fake) -> None:
         assert not server.is_ready()
         assert server.log.stage == "loading weights"
         fake.say("ready")
-        server.wait_ready(20)
+        server.wait_ready(60)
         assert server.ready_after is not None
         assert server.main_pid == fake.pids()[0]
 
@@ -55,7 +55,7 @@ def test_a_second_stop_request_does_not_wait_for_the_grace(fake: Fake) -> None:
 def test_a_death_during_the_start_is_told_with_exit_code_and_first_error(fake: Fake) -> None:
     fake.say("die")
     with fake.server(grace=0.2) as server, pytest.raises(ServerDied) as caught:
-        server.wait_ready(20)
+        server.wait_ready(60)
     assert str(caught.value) == "fake: ended with exit code 3: RuntimeError: the fake was told to die"
     assert not any(map(alive, fake.pids()))
 
@@ -75,7 +75,7 @@ def test_the_wait_for_several_ends_when_one_dies(fake: Fake, other_fake: Fake) -
         other_fake.server("bad", 0.2) as bad,
         pytest.raises(ServerDied, match="bad: "),
     ):
-        wait_all([good, bad], 20)
+        wait_all([good, bad], 60)
 
 
 def test_a_taken_port_is_refused_before_the_start(fake: Fake) -> None:
@@ -91,7 +91,7 @@ def test_a_taken_port_is_refused_before_the_start(fake: Fake) -> None:
 def test_a_command_that_does_not_exist_is_told(tmp_path: Path) -> None:
     server = Server("none", ["/does/not/exist"], free_port(), tmp_path / "log")
     with server, pytest.raises(ServerDied, match="exit code 127"):
-        server.wait_ready(20)
+        server.wait_ready(60)
     assert "can't start /does/not/exist" in server.log.path.read_text()
 
 

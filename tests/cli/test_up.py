@@ -79,7 +79,7 @@ def test_it_serves_until_a_signal_and_leaves_nothing(tmp_path: Path, fakes: tupl
         assert serving["endpoint"] == f"http://127.0.0.1:{port}/v1"
         assert '"model": "fake-model"' in serving["curl"]
         running.process.send_signal(number)
-        assert running.process.wait(20) == 0
+        assert running.process.wait(60) == 0
         assert {event["server"] for event in running.events("stopped")} == {"attention", "ffn"}
         assert not any(map(alive, pids))
 
@@ -90,7 +90,7 @@ def test_when_one_dies_the_other_is_taken_down_and_the_exit_code_is_1(tmp_path: 
     with up(tmp_path, fakes, "--port", str(free_port()), "--format", "json") as running:
         running.wait_for("serving")
         fakes[1].say("die")
-        assert running.process.wait(20) == 1
+        assert running.process.wait(60) == 1
         failed = running.wait_for("failed")
         assert (failed["server"], failed["exit_code"]) == ("ffn", 3)
         assert failed["first_error"] == "RuntimeError: the fake was told to die"
@@ -101,7 +101,7 @@ def test_when_one_dies_the_other_is_taken_down_and_the_exit_code_is_1(tmp_path: 
 def test_a_death_during_the_start_is_shown_to_a_person(tmp_path: Path, fakes: tuple[Fake, Fake]) -> None:
     fakes[0].say("die")
     with up(tmp_path, fakes, "--port", str(free_port())) as running:
-        assert running.process.wait(20) == 1
+        assert running.process.wait(60) == 1
     out = (tmp_path / "out").read_text()
     assert "error: attention: ended with exit code 3: RuntimeError: the fake was told to die" in out
     assert "\x1b" not in out
@@ -122,7 +122,7 @@ def test_a_signal_during_the_start_ends_it_with_0(tmp_path: Path, fakes: tuple[F
         for fake in fakes:
             fake.pids()
         running.process.send_signal(signal.SIGINT)
-        assert running.process.wait(20) == 0
+        assert running.process.wait(60) == 0
 
 
 def test_warnings_of_the_logs_are_passed_on_and_each_server_has_its_binding(
