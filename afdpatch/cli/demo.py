@@ -124,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
     reporter = report.TextReporter()
     options = [model, *OPTIONS, *args.rest]
     attention, ffn = topology.afd_pair(options, log_dir)
-    stock = topology.stock(options, log_dir)
+    # As many threads as the attention server has: another number of threads may round differently.
+    stock = topology.stock(options, log_dir, binding=topology.core_binding(2)[0])
     servers = [attention, ffn, stock]
     reporter.print(f"model {model}: an attention server, an FFN server, and a stock vLLM beside them", "bold")
     for text in topology.describe_defaults(servers, options):
