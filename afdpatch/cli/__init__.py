@@ -31,6 +31,10 @@ examples:
 """
 
 
+INTERRUPTED = 130
+"""128 + SIGINT, as a shell says it."""
+
+
 class UsageError(Exception):
     """The command line can't be carried out as given: one line, exit code 2."""
 
@@ -80,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"afdpatch: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except Exception as error:
         # Errors of the patch registry bring their own exit codes.
         code = getattr(error, "exit_code", None)
