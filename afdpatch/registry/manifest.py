@@ -23,6 +23,7 @@ _SYMBOL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*
 _ID = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_REPOSITORY = re.compile(r"https://[^\s\"'<>]+[^\s\"'<>/]")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Entry:
         holders: modules that hold the target by `from x import y`; rebound with it.
         relies: symbols that the replacement stands on: pinned, not patched.
         remove_when: `module:name` of a function; when it returns true, the entry is obsolete.
+        since: the release of the manifest's own project that has the entry for the first time.
     """
 
     id: str
@@ -58,6 +60,7 @@ class Entry:
     holders: tuple[str, ...] = ()
     relies: tuple[str, ...] = ()
     remove_when: str | None = None
+    since: str | None = None
 
     @property
     def module(self) -> str:
@@ -87,7 +90,10 @@ class Entry:
 _ENTRY_KEYS = tuple(field.name for field in fields(Entry))
 _ENTRY_REQUIRED = ("id", "seam", "target", "kind", "when", "why")
 _ENTRY_LISTS = ("roles", "processes", "holders", "relies")
-_HEADER_KEYS = ("manifest", "package", "distributions", "version", "commit", "patches")
+_HEADER_REQUIRED = ("manifest", "package", "distributions", "version", "commit", "patches")
+_HEADER_KEYS = (*_HEADER_REQUIRED, "repository")
+_OPTIONAL = ("repository", "since")
+"""Keys that the frozen form has only where the manifest gives them."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,7 @@ class Manifest:
         version: the one release that the entries are written for, without a local part.
         commit: that release's commit, 40 hexadecimal digits.
         entries: in the order of the file, which is the order of application.
+        repository: where the package's commits can be read, for links in reports: `https://forge/owner/project`.
     """
 
     name: str
@@ -109,6 +116,7 @@ class Manifest:
     version: str
     commit: str
     entries: tuple[Entry, ...]
+    repository: str | None = None
 
     @classmethod
     def parse(cls, data: object, *, source: str) -> Manifest:
@@ -122,7 +130,7 @@ class Manifest:
             ManifestError: with the file, the entry's id (or its number) and the key.
         """
         header = _mapping(data, f"{source}: the manifest")
-        _keys(header, _HEADER_KEYS, _HEADER_KEYS, f"{source}: the manifest")
+        _keys(header, _HEADER_KEYS, _HEADER_REQUIRED, f"{source}: the manifest")
         where = f"{source}: the manifest's header"
         package = _text(header, "package", where, _MODULE)
         raw_entries = header["patches"]
@@ -137,6 +145,7 @@ class Manifest:
             version=_text(header, "version", where, _VERSION),
             commit=_text(header, "commit", where, _COMMIT),
             entries=entries,
+            repository=_text(header, "repository", where, _REPOSITORY) if "repository" in header else None,
         )
 
     @classmethod
@@ -159,10 +168,14 @@ class Manifest:
     def as_dict(self) -> dict[str, Any]:
         """The manifest as plain data with every key of every entry: the form that is frozen and hashed."""
         entries = [
-            {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(entry).items()}
+            {
+                key: list(value) if isinstance(value, tuple) else value
+                for key, value in asdict(entry).items()
+                if value is not None or key not in _OPTIONAL
+            }
             for entry in self.entries
         ]
-        return {
+        frozen: dict[str, Any] = {
             "manifest": self.name,
             "package": self.package,
             "distributions": list(self.distributions),
@@ -170,6 +183,7 @@ class Manifest:
             "commit": self.commit,
             "patches": entries,
         }
+        return frozen if self.repository is None else {**frozen, "repository": self.repository}
 
 
 def _entry(raw: object, index: int, package: str, source: str) -> Entry:
