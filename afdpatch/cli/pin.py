@@ -25,6 +25,9 @@ exit codes:
 """
 
 
+SOURCE_HELP = "a directory that holds the package's folder or is it, a wheel, an sdist, or git:DIR@REV"
+
+
 def add_parser(subparsers: Any) -> None:
     """Adds the command's parser."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
@@ -34,12 +37,7 @@ def add_parser(subparsers: Any) -> None:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--source",
-        type=Path,
-        metavar="DIR",
-        help="a source root that holds the package's folder, or that folder itself (default: the installed package)",
-    )
+    add_source(parser)
     parser.add_argument("--manifest", type=Path, metavar="FILE", help="the manifest (default: afdpatch's own)")
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="the lock (default: locks/VERSION.json beside the manifest)"
@@ -72,10 +70,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def source_tree(package: str, directory: Path | None) -> SourceTree:
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Adds `--source`."""
+    parser.add_argument("--source", metavar="SRC", help=f"{SOURCE_HELP} (default: the installed package)")
+
+
+def source_tree(package: str, source: str | None) -> SourceTree:
     """The source tree that `--source` names.
 
     Raises:
-        FileNotFoundError: there is none.
+        OSError: there is none.
     """
-    return SourceTree.installed(package) if directory is None else SourceTree.at(package, directory)
+    return SourceTree.installed(package) if source is None else SourceTree.open(package, source)

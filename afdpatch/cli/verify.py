@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from afdpatch.cli.pin import source_tree
+from afdpatch.cli.pin import add_source, source_tree
 from afdpatch.registry import (
     Lock,
     Manifest,
@@ -56,19 +56,16 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--format", choices=FORMATS, default="text", help="how to report (default: text)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the report (default: to print it)")
-    parser.add_argument(
-        "--source",
-        type=Path,
-        metavar="DIR",
-        help="a source root that holds the package's folder, or that folder itself (default: the installed package)",
-    )
+    add_source(parser)
     parser.add_argument("--manifest", type=Path, metavar="FILE", help="the manifest (default: afdpatch's own)")
     parser.add_argument(
         "--probe",
         action="store_true",
         help="also ask each patch's remove_when, in a process of its own, which may import the package",
     )
-    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of --format json, and nothing else")
+    parser.add_argument(
+        "--schema", action="store_true", help="print the JSON Schema of --format json, and nothing else"
+    )
     parser.set_defaults(run=run)
 
 
