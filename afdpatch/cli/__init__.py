@@ -51,6 +51,9 @@ COMMANDS = (
     Command("bench", "", "measure: `bench serve` (AFD against stock vLLM), `bench hop` (the hop alone)"),
     Command("verify", "verify", "hold the patches against the installed vLLM"),
     Command("pin", "pin", "make the lock for a vLLM release"),
+    Command("list", "list", "list the patches"),
+    Command("explain", "explain", "why a patch is there, where, and when it can go"),
+    Command("map", "map", "vLLM's chain from the API server to the model, with the patches on it"),
     Command("models", "models", "list the models and features that AFD serves, and what it refuses"),
 )
 BENCHES = (

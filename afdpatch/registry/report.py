@@ -207,7 +207,8 @@ class Report:
     def summary(self) -> str:
         """How it ended, in a line."""
         failed = sum(entry.verdict is not Verdict.OK for entry in self.entries)
-        return f"{self.verdict.value}: {len(self.entries)} entries, {failed} with findings; manifest {self.lock.digest[:12]}"
+        counts = f"{len(self.entries)} entries, {failed} with findings"
+        return f"{self.verdict.value}: {counts}; manifest {self.lock.digest[:12]}"
 
     @property
     def commit_by(self) -> str:
@@ -229,7 +230,7 @@ class Report:
         return f"no commit is reported; {changed}: {self.changed_files[0]}{more}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON. manifests/schemas/verify.json is its schema; `format` grows when its meaning changes."""
+        """Plain data, for JSON: manifests/schemas/verify.json; `format` grows when the meaning of a key changes."""
         manifest = self.lock.manifest
         return {
             "format": FORMAT,

@@ -39,7 +39,7 @@ def report_junit(report: Report, marks: Marks) -> str:
     suite.add_testcases(cases)
     xml = JUnitXml("afdpatch verify")
     xml.add_testsuite(suite)
-    xml.update_statistics()
+    xml.update_statistics()  # type: ignore[no-untyped-call]
     out = BytesIO()
     xml.write(out, pretty=True)
     return out.getvalue().decode("utf-8").rstrip("\n") + "\n"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import PurePath
@@ -106,9 +107,7 @@ def report_sarif(report: Report, marks: Marks) -> str:
             MANIFEST_ROOT: {"description": {"text": "The root of the repository that holds the manifest."}},
             PACKAGE_ROOT: _package_root(report),
         },
-        "results": [
-            _result(report, marks, entry_id, finding, verdicts) for entry_id, finding in report.all_findings()
-        ],
+        "results": [_result(report, marks, entry_id, finding, verdicts) for entry_id, finding in report.all_findings()],
         "properties": {
             "package": report.lock.manifest.package,
             "pinned": f"{report.lock.manifest.version} {report.lock.manifest.commit}",
@@ -121,7 +120,7 @@ def report_sarif(report: Report, marks: Marks) -> str:
 
 
 def _result(
-    report: Report, marks: Marks, entry_id: str | None, finding: Finding, verdicts: list[Verdict]
+    report: Report, marks: Marks, entry_id: str | None, finding: Finding, verdicts: Sequence[Verdict]
 ) -> _Result:
     subject = ": ".join(part for part in (entry_id, finding.symbol, finding.message) if part)
     text = f"{subject}. Expected: {finding.expected}. Found: {finding.found}. To do: {finding.todo}."
@@ -148,9 +147,7 @@ def _result(
         message=_Message(text),
         locations=[
             _Location(
-                physical_location=_Physical(
-                    _Artifact(marks.name, MANIFEST_ROOT), _Region(marks.of(entry_id, finding))
-                ),
+                physical_location=_Physical(_Artifact(marks.name, MANIFEST_ROOT), _Region(marks.of(entry_id, finding))),
                 logical_locations=[_Logical(entry_id)] if entry_id else [],
             )
         ],
