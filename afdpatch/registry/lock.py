@@ -204,12 +204,12 @@ def _resolve(entry: Entry, name: str, tree: SourceTree) -> Symbol:
 
 
 def _check_kind(entry: Entry, symbol: Symbol) -> None:
-    allowed = ("function", "staticmethod", "classmethod", "property")
+    allowed = ["function", "staticmethod", "classmethod", "property"]
     if entry.kind == "replace":
-        allowed += ("class", "value")
+        allowed += ["class", "value"]
     if entry.patches_target and symbol.kind not in allowed:
         raise ManifestError(
-            f"kind {entry.kind!r} doesn't patch a {symbol.kind}",
+            f"kind {entry.kind!r} patches {'functions and methods' if entry.kind == 'wrap' else 'what is named below'} only",
             patch_id=entry.id,
             symbol=entry.target,
             expected=" | ".join(allowed),

@@ -74,6 +74,11 @@ class Entry:
         return self.target.partition(":")[0]
 
     @property
+    def package(self) -> str:
+        """The target's package."""
+        return self.target.partition(":")[0].partition(".")[0]
+
+    @property
     def qualname(self) -> str:
         """The target's name in its module."""
         return self.target.partition(":")[2]
@@ -271,7 +276,9 @@ def _check_order(entries: Iterable[Entry], name: str, source: str) -> None:
                 if manifest not in ("", name):
                     continue
                 if other not in known or other == entry.id:
-                    raise ManifestError(f"{where}: {key} names {reference!r}", expected="another entry of this manifest")
+                    raise ManifestError(
+                        f"{where}: {key} names {reference!r}", expected="another entry of this manifest"
+                    )
                 if key == "after" and other not in before:
                     raise ManifestError(
                         f"{where}: comes before {other!r}, which its `after` names",
