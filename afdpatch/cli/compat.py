@@ -146,10 +146,7 @@ def details(columns: Sequence[Column]) -> list[tuple[str, str, list[tuple[str, s
         for cell in item.cells:
             for part in cell.parts:
                 if part.standing is not Standing.SAME:
-                    text = (
-                        part.detail if part.standing.value in part.detail else f"{part.standing.value}: {part.detail}"
-                    )
-                    table.setdefault((cell.entry_id, part.symbol), []).append((item.label, text))
+                    table.setdefault((cell.entry_id, part.symbol), []).append((item.label, part.text))
     order = [cell.entry_id for cell in columns[0].cells] if columns else []
     rows = sorted(table.items(), key=lambda row: order.index(row[0][0]))
     return [(entry_id, symbol, found) for (entry_id, symbol), found in rows]

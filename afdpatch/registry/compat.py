@@ -113,6 +113,11 @@ class Part:
     standing: Standing
     detail: str = ""
 
+    @property
+    def text(self) -> str:
+        """The standing and the detail in words."""
+        return self.detail if self.standing.value in self.detail else f"{self.standing.value}: {self.detail}"
+
 
 @dataclass(frozen=True)
 class Cell:

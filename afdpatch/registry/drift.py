@@ -203,7 +203,8 @@ def _text(tree: SourceTree, symbol: str) -> _Text | None:
 
 
 def _begin(node: ast.stmt) -> int:
-    return min([node.lineno, *(item.lineno for item in getattr(node, "decorator_list", []))])
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(item.lineno for item in decorators)])
 
 
 def _parameters(nodes: list[ast.stmt]) -> str:

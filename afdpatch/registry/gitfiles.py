@@ -104,6 +104,10 @@ class GitFiles:
         commit: the commit's full name.
         blobs: the blob of every Python file by its path from the top, if known already.
 
+    Attributes:
+        blobs: the blob of each of the package's Python files.
+        prefix: what stands before the package's folder in the repository's paths.
+
     Raises:
         SourceError: the commit doesn't hold the package.
     """
@@ -120,6 +124,7 @@ class GitFiles:
         prefix = package_prefix(package, everything)
         if prefix is None:
             raise SourceError(f"{self.label} doesn't hold the package {package!r}")
+        self.prefix = prefix
         inside = f"{prefix}{package}/"
         self.blobs = {path[len(prefix) :]: blob for path, blob in everything.items() if path.startswith(inside)}
 
