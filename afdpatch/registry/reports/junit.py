@@ -8,7 +8,7 @@ from io import BytesIO
 from junitparser import Attr, Failure, JUnitXml, TestCase, TestSuite
 
 from afdpatch.registry.marks import Marks
-from afdpatch.registry.report import Finding, Report
+from afdpatch.registry.report import Finding, Report, Verdict
 
 
 class _Case(TestCase):
@@ -49,13 +49,23 @@ def _case(classname: str, name: str, marks: Marks, entry_id: str | None, finding
     case = _Case(name, classname, time=0.0)
     case.file = marks.name
     case.line = str(marks.of(entry_id, findings[0]) if findings else marks.line(entry_id))
-    case.result = [_failure(marks, entry_id, finding) for finding in findings]
+    if findings:
+        case.result = _failure(marks, entry_id, findings)
     return case
 
 
-def _failure(marks: Marks, entry_id: str | None, finding: Finding) -> Failure:
-    title = f"{finding.symbol}: {finding.message}" if finding.symbol else finding.message
-    failure = Failure(_clean(title), finding.verdict.value)
+def _failure(marks: Marks, entry_id: str | None, findings: Sequence[Finding]) -> Failure:
+    """All findings of a case: the schema has room for one failure, and readers count cases by it."""
+    first = findings[0]
+    title = f"{first.symbol}: {first.message}" if first.symbol else first.message
+    more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+    failure = Failure(_clean(title + more), Verdict.gravest(finding.verdict for finding in findings).value)
+    failure.text = _clean("\n\n".join(_text(marks, entry_id, finding) for finding in findings))
+    return failure
+
+
+def _text(marks: Marks, entry_id: str | None, finding: Finding) -> str:
+    head = f"{finding.symbol}: {finding.message}" if finding.symbol else finding.message
     rows = [
         ("declared", f"{marks.name}:{marks.of(entry_id, finding)}"),
         ("at", finding.place),
@@ -63,8 +73,7 @@ def _failure(marks: Marks, entry_id: str | None, finding: Finding) -> Failure:
         ("found", finding.found),
         ("to do", finding.todo),
     ]
-    failure.text = _clean("\n".join(f"{label + ':':<10}{value}" for label, value in rows if value))
-    return failure
+    return "\n".join([head, *(f"  {label + ':':<10}{value}" for label, value in rows if value)])
 
 
 def _clean(text: str) -> str:
