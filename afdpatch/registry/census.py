@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from afdpatch.registry import fingerprint
 from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent, module_of
 
-_STAR = re.compile(rb"from\s+([.\w]+)\s+import\s+\(?\s*\*")
+_STAR = re.compile(rb"from\s+([.\w]+)\s+import \*")
 
 
 def holders_of(tree: SourceTree, target: str) -> tuple[str, ...]:
@@ -36,7 +36,7 @@ def holders_of(tree: SourceTree, target: str) -> tuple[str, ...]:
         # `word` is the slow one: most files don't even have the letters.
         if name.encode() in data and word.search(data) and holds(tree, found, target):
             held[found] = None
-        elif b"import" in data and b"*" in data and (sources := _STAR.findall(data)):
+        elif b"import *" in data and (sources := _STAR.findall(data)):
             starred += [(found, source) for source in sources]
     while True:
         known = {module, *held}

@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from afdpatch.registry import fingerprint
 from afdpatch.registry.census import holders_of
 from afdpatch.registry.errors import LockError, ManifestError, OtherVersion, TargetAbsent
 from afdpatch.registry.identity import identify
@@ -67,7 +68,8 @@ class Lock:
         symbols: dict[str, Symbol] = {}
         for entry in manifest.entries:
             for name in entry.symbols:
-                symbols[name] = symbol = _resolve(entry, name, tree)
+                symbol = _resolve(entry, name, tree)
+                symbols[name] = replace(symbol, words=fingerprint.words(tree.nodes(name)[1]))
                 files |= {file: tree.sha256(file) or "" for file in symbol.files}
             _check_kind(entry, symbols[entry.target])
             for holder in entry.holders:

@@ -45,7 +45,8 @@ class Symbol:
         body: fingerprint of what it does.
         interface: fingerprint of how it is used.
         files: every file that was read to find it.
-        words: the longest identifiers of what it does, by which a file that may hold the same body elsewhere is known.
+        words: in a lock, the longest identifiers of what it does, by which a file that may hold the same body elsewhere
+            is known; empty elsewhere.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Symbol:
     body: str
     interface: str
     files: tuple[str, ...]
-    words: tuple[str, ...]
+    words: tuple[str, ...] = ()
 
 
 class SourceFile:
@@ -301,7 +302,6 @@ def _resolve(tree: SourceTree, asked: str, symbol: str, seen: tuple[str, ...]) -
         body=fingerprint.body(nodes),
         interface=fingerprint.interface(nodes, [item.guard for item in defined], owners),
         files=files,
-        words=fingerprint.words(nodes),
     )
     return result, nodes
 
