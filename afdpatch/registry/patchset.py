@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -18,32 +17,14 @@ from afdpatch.registry.hooks import ImportHooks, await_import, imported_module
 from afdpatch.registry.identity import identify
 from afdpatch.registry.journal import MISSING, Journal, Record
 from afdpatch.registry.lock import Lock
-from afdpatch.registry.manifest import Entry
+from afdpatch.registry.manifest import Entry, Manifest
 from afdpatch.registry.packaged import packaged_lock
 from afdpatch.registry.plan import Step, plan
 from afdpatch.registry.report import Report
 from afdpatch.registry.source import SourceTree
+from afdpatch.registry.state import State, Sticky
 from afdpatch.registry.transaction import transact
 from afdpatch.registry.verify import verify
-
-
-class State(str, Enum):
-    """What an entry is in this process."""
-
-    IDLE = "idle"
-    """Not armed, or not used by the role and kind of this process so far."""
-
-    PENDING = "pending"
-    """Armed; put in effect as soon as its target's module is imported."""
-
-    APPLIED = "applied"
-    """In effect: every slot holds our object, read back now."""
-
-    LOST = "lost"
-    """It was in effect, and a slot holds another object now; or its module was imported past its hook."""
-
-    CHECKED = "checked"
-    """`official`: nothing is patched; its target was found as pinned."""
 
 
 class PatchSet:
@@ -230,6 +211,31 @@ class PatchSet:
         return self._need_lock().digest
 
     @property
+    def name(self) -> str:
+        """The name of the manifest in use. Raises as `digest` does."""
+        return self.manifest.name
+
+    @property
+    def installed(self) -> bool:
+        """Whether the package to patch is installed.
+
+        Raises:
+            OtherVersion: it is, but there is no lock for its release.
+        """
+        return self._use_lock() is not None
+
+    @property
+    def manifest(self) -> Manifest:
+        """The frozen manifest in use. Raises as `digest` does."""
+        return self._need_lock().manifest
+
+    def used(self, role: str) -> dict[str, list[str]]:
+        """For each kind of process, the entries that must be in effect in it where a role is served."""
+        entries = self._need_lock().manifest.entries
+        kinds = dict.fromkeys(kind for entry in entries for kind in entry.processes)
+        return {kind: [entry.id for entry in entries if entry.used_by(role, kind)] for kind in kinds}
+
+    @property
     def failure(self) -> PatchError | None:
         """What `arm`, `apply` or an import hook failed with, and what `apply` raises since."""
         return self._failure[0] if self._failure else None
@@ -373,31 +379,11 @@ class PatchSet:
             error, traceback = self._failure
             raise error.with_traceback(traceback)
 
-    def _sticky(self) -> _Sticky:
+    def _sticky(self) -> Sticky:
         generation = self._generation
 
         def fail(error: PatchError) -> None:
             if self._failure is None and self._generation == generation:
                 self._failure = (error, error.__traceback__)
 
-        return _Sticky(fail)
-
-
-class _Sticky:
-    """Keeps the `PatchError` that leaves its block, and makes one of any other exception."""
-
-    def __init__(self, fail: Callable[[PatchError], None]) -> None:
-        self._fail = fail
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if isinstance(error, PatchError):
-            self._fail(error)
-        elif isinstance(error, Exception):
-            wrapped = PatchError("the set could not be put in effect", found=f"{type(error).__name__}: {error}")
-            self._fail(wrapped)
-            raise wrapped from error
+        return Sticky(fail)
