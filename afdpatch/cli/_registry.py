@@ -1,8 +1,9 @@
-"""What `list`, `explain` and `map` have in common: the options that say which manifest and which source."""
+"""What `verify`, `list`, `explain` and `map` have in common: the options that say which manifest and which source."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,8 +56,12 @@ def manifest_path(args: argparse.Namespace) -> Path:
     return path
 
 
-def opened(args: argparse.Namespace) -> Opened:
+def opened(args: argparse.Namespace, *, probe: bool = False) -> Opened:
     """Reads the manifest and its lock, and holds them against the source. Nothing of the package is imported.
+
+    Args:
+        args: `--manifest` and `--source`.
+        probe: also ask each entry's `remove_when`, in a process of its own.
 
     Raises:
         PatchError: the manifest or the lock is of no use.
@@ -67,7 +72,12 @@ def opened(args: argparse.Namespace) -> Opened:
     lock = Lock.read(lock_path(path, manifest.version))
     tree = source_tree(manifest.package, args.source)
     identity = identify(tree, manifest.distributions if args.source is None else ())
-    report = verify(lock, tree, identity, manifest=manifest)
+    probes = None
+    if probe:
+        from afdpatch.registry.probe import run_probes
+
+        probes = run_probes(lock.manifest.entries)
+    report = verify(lock, tree, identity, manifest=manifest, probes=probes)
     return Opened(path, manifest, Marks.read(path), tree, report)
 
 
@@ -78,6 +88,10 @@ def guarded(command: str, body: Callable[[], int]) -> int:
     except PatchError as error:
         print(f"afdpatch {command}: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        # The reader has had enough (`| head`). What Python would still flush at its end goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:
         print(f"afdpatch {command}: {error}", file=sys.stderr)
         return 2

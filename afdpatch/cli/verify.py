@@ -7,17 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from afdpatch.cli.pin import add_source, source_tree
-from afdpatch.registry import (
-    Lock,
-    Manifest,
-    PatchError,
-    Report,
-    identify,
-    lock_path,
-    packaged_manifest,
-    verify,
-)
+from afdpatch.cli._registry import add_options, guarded, opened
+from afdpatch.registry import Report, packaged_manifest
 from afdpatch.registry.marks import Marks
 from afdpatch.registry.reports import FORMATS, render
 
@@ -56,8 +47,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--format", choices=FORMATS, default="text", help="how to report (default: text)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the report (default: to print it)")
-    add_source(parser)
-    parser.add_argument("--manifest", type=Path, metavar="FILE", help="the manifest (default: afdpatch's own)")
+    add_options(parser)
     parser.add_argument(
         "--probe",
         action="store_true",
@@ -77,26 +67,13 @@ def run(args: argparse.Namespace) -> int:
     if args.probe and args.source is not None:
         print("afdpatch verify: --probe asks the installed package; it doesn't go with --source", file=sys.stderr)
         return 2
-    try:
-        path = args.manifest or packaged_manifest("afdpatch.manifests", "afd")
-        manifest = Manifest.read(path)
-        lock = Lock.read(lock_path(path, manifest.version))
-        tree = source_tree(manifest.package, args.source)
-        identity = identify(tree, manifest.distributions if args.source is None else ())
-        probes = None
-        if args.probe:
-            from afdpatch.registry.probe import run_probes
+    return guarded("verify", lambda: _run(args))
 
-            probes = run_probes(lock.manifest.entries)
-        report = verify(lock, tree, identity, manifest=manifest, probes=probes)
-        show(report, Marks.read(path), args.format, args.output)
-    except PatchError as error:
-        print(f"afdpatch verify: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"afdpatch verify: {error}", file=sys.stderr)
-        return 2
-    return report.verdict.exit_code
+
+def _run(args: argparse.Namespace) -> int:
+    case = opened(args, probe=args.probe)
+    show(case.report, case.marks, args.format, args.output)
+    return case.report.verdict.exit_code
 
 
 def show(report: Report, marks: Marks, form: str, output: Path | None) -> None:

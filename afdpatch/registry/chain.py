@@ -67,8 +67,10 @@ class Chain:
         """
         import yaml
 
+        from afdpatch.registry.yamls import load
+
         try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+            data = load(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             todo = "write one (docs/reports.md), or name one with --chain"
             raise ManifestError(f"{path}: the chain cannot be read", found=str(error), todo=todo) from error

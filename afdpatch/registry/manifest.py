@@ -176,8 +176,10 @@ class Manifest:
         """
         import yaml
 
+        from afdpatch.registry.yamls import load
+
         try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+            data = load(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ManifestError(f"{path}: the manifest cannot be read", found=str(error)) from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from afdpatch.registry.report import Finding, Verdict
+from afdpatch.registry.yamls import compose
 
 if TYPE_CHECKING:
     import yaml
@@ -36,7 +37,7 @@ class Marks:
         """Reads the lines of a manifest that `Manifest.read` takes; what isn't understood is left out."""
         import yaml
 
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        root = compose(path.read_text(encoding="utf-8"))
         header: dict[str, int] = {}
         entries: dict[str, dict[str, int]] = {}
         for key, value in _pairs(root):

@@ -266,6 +266,18 @@ def test_a_command_takes_less_than_two_seconds_and_imports_neither_vllm_nor_torc
     raise AssertionError(f"{words}: {spent} seconds")
 
 
+@pytest.mark.parametrize("command", ["verify", "list"])
+def test_a_reader_that_has_had_enough_is_no_error_with_a_message(pinned: World, command: str) -> None:
+    program = "import sys; from afdpatch.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", program, command, "--manifest", str(pinned.manifest), "--format", "json"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(pinned.site), os.environ.get("PYTHONPATH", "")])}
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, env=env)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_no_command_s_module_hides_a_built_in() -> None:
     assert not {item.module for item in COMMANDS} & set(dir(builtins))
 

@@ -270,7 +270,7 @@ def test_sarif_points_at_the_manifest_and_at_the_package(pinned: World) -> None:
     run = sarif(pinned)
     rules = run["tool"]["driver"]["rules"]
     assert run["invocations"] == [{"executionSuccessful": True, "exitCode": reported(pinned)[0].verdict.exit_code}]
-    places = {}
+    places, related_lines = {}, []
     for result in run["results"]:
         assert rules[result["ruleIndex"]]["id"] == result["ruleId"]
         assert result["level"] == "error"
@@ -281,10 +281,16 @@ def test_sarif_points_at_the_manifest_and_at_the_package(pinned: World) -> None:
         places[(result["properties"].get("entry"), symbol)] = physical["region"]["startLine"]
         for related in result.get("relatedLocations", []):
             upstream = related["physicalLocation"]
+            root = run["originalUriBaseIds"][upstream["artifactLocation"]["uriBaseId"]]["uri"]
+            assert root == pinned.site.resolve().as_uri() + "/"
             assert upstream["artifactLocation"]["uri"] == f"{pinned.package}/core.py"
-            assert upstream["region"]["startLine"] >= 1
+            if symbol.endswith(":LIMIT"):
+                lines = (pinned.site / pinned.package / "core.py").read_text().splitlines()
+                assert lines[upstream["region"]["startLine"] - 1] == "LIMIT = 4"
+                related_lines.append(upstream["region"]["startLine"])
             assert f"]({related['id']})" in result["message"]["text"]
     assert {key: line for key, line in places.items() if key in expected_lines(pinned)} == expected_lines(pinned)
+    assert len(related_lines) == 1
     (absent,) = [item for item in run["results"] if item["properties"].get("entry") == "core.engine-run"]
     pinned_at = reported(pinned)[0].lock.symbols[pinned.text("PKG.core:Engine.run")]
     assert absent["properties"]["pinnedAt"] == f"{FORGE}/blob/{COMMIT}/{pinned_at.file}#L{pinned_at.line}"
