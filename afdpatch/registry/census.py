@@ -23,46 +23,62 @@ def holders_of(tree: SourceTree, target: str) -> tuple[str, ...]:
         tree: the package's source, of which every file is searched and only hits are parsed.
         target: `module:name` of a function of a module.
     """
-    module, _, name = target.partition(":")
+    name = target.partition(":")[2]
     if "." in name:
         return ()
-    word = re.compile(rb"\b%s\b" % re.escape(name.encode()))
-    held: dict[str, None] = {}
-    starred: list[tuple[str, bytes]] = []
+    held: dict[str, set[str]] = {}
+    starred = [
+        (module_of(file), source)
+        for file, data in tree.contents
+        if b"import *" in data
+        for source in _STAR.findall(data)
+    ]
+    # A module that holds it under another name may be imported from by that name.
+    searched: set[str] = set()
+    while names := {name, *(bound for names in held.values() for bound in names)} - searched:
+        for wanted in names:
+            _search(tree, target, wanted, held)
+        searched |= names
+        while more := _starred(tree, target, starred, held):
+            held |= more
+    return tuple(sorted(held))
+
+
+def _search(tree: SourceTree, target: str, wanted: str, held: dict[str, set[str]]) -> None:
+    letters = wanted.encode()
+    word = re.compile(rb"\b%s\b" % re.escape(letters))
     for file, data in tree.contents:
-        found = module_of(file)
-        if found == module:
-            continue
-        # `word` is the slow one: most files don't even have the letters.
-        if name.encode() in data and word.search(data) and holds(tree, found, target):
-            held[found] = None
-        elif b"import *" in data and (sources := _STAR.findall(data)):
-            starred += [(found, source) for source in sources]
-    while True:
-        known = {module, *held}
-        lasts = {known_module.rpartition(".")[2].encode() for known_module in known} | {b""}
-        more = {
-            found
-            for found, source in starred
-            if found not in known and source.rpartition(b".")[2] in lasts and holds(tree, found, target)
-        }
-        if not more:
-            return tuple(sorted(held))
-        held |= dict.fromkeys(sorted(more))
+        # The pattern is the slow one: most files don't even have the letters.
+        if letters in data and word.search(data):
+            found = module_of(file)
+            if found not in held and (names := held_names(tree, found, target)):
+                held[found] = names
 
 
-def holds(tree: SourceTree, module: str, target: str) -> bool:
-    """Whether a module holds the target by an import that runs when the module is imported."""
-    source = tree.file(module)
+def _starred(
+    tree: SourceTree, target: str, starred: Sequence[tuple[str, bytes]], held: dict[str, set[str]]
+) -> dict[str, set[str]]:
+    """The modules with an `import *` from a module that is named like one that has the target."""
+    lasts = {known.rpartition(".")[2].encode() for known in (target.partition(":")[0], *held)} | {b""}
+    more = {}
+    for found, source in starred:
+        if found not in held and source.rpartition(b".")[2] in lasts and (names := held_names(tree, found, target)):
+            more[found] = names
+    return more
+
+
+def held_names(tree: SourceTree, module: str, target: str) -> set[str]:
+    """The names under which a module holds the target by imports that run when the module is imported."""
+    source = tree.file(module) if module != target.partition(":")[0] else None
     if source is None:
-        return False
+        return set()
     try:
-        return any(_gives(tree, source, node, target) for node in _imports(source.tree.body))
+        return {name for node in _imports(source.tree.body) for name in _given(tree, source, node, target)}
     except SymbolAbsent:
-        return False
+        return set()
 
 
-def _gives(tree: SourceTree, source: SourceFile, node: ast.ImportFrom, target: str) -> bool:
+def _given(tree: SourceTree, source: SourceFile, node: ast.ImportFrom, target: str) -> Iterator[str]:
     module, _, name = target.partition(":")
     origin = source.absolute(node)
     for alias in node.names:
@@ -70,8 +86,7 @@ def _gives(tree: SourceTree, source: SourceFile, node: ast.ImportFrom, target: s
         if alias.name == "*" and name.startswith("_"):
             continue
         if (origin == module and wanted == name) or tree.definition(origin, wanted) == target:
-            return True
-    return False
+            yield alias.asname or wanted
 
 
 def _imports(statements: Sequence[ast.stmt]) -> Iterator[ast.ImportFrom]:

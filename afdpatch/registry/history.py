@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from afdpatch.registry.census import holders_of, holds
+from afdpatch.registry.census import held_names, holders_of
 from afdpatch.registry.compat import Absence, Part, Standing, TreeView, compare
 from afdpatch.registry.files import SourceError
 from afdpatch.registry.gitfiles import GitFiles, GitRepository
@@ -251,7 +251,7 @@ class Walk:
                 word = names[target]
                 text = data.get(file, b"")
                 mentions = (word in text and re.search(rb"\b%s\b" % word, text)) or b"import *" in text
-                if module != target.partition(":")[0] and mentions and holds(tree, module, target):
+                if mentions and held_names(tree, module, target):
                     held.add(module)
                 else:
                     held.discard(module)
