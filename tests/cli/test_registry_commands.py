@@ -26,7 +26,7 @@ OWN = packaged_manifest("afdpatch.manifests", "afd")
 
 @pytest.fixture
 def pinned(world: World) -> World:
-    world.write(f"{world.package}/user.py", "import os\nfrom .core import free\n")
+    world.write(f"{world.package}/user.py", "from .other import free as another\nfrom .core import free\n")
     world.write(f"{world.ours}/probes.py", 'def gone():\n    """Is it gone?"""\n    return False\n')
     world.declare(
         world.entry(

@@ -94,6 +94,13 @@ def test_a_patch_is_at_the_narrowest_box_and_at_no_other(pinned: World) -> None:
     assert relied == {"free": (), "side": ("core.free",), "engine": (), "make": ("core.free",)}
 
 
+def test_a_name_that_begins_like_a_box_s_is_not_in_it(pinned: World) -> None:
+    data = chain_data()
+    data["boxes"][3]["symbols"] = ["PKG.core:LIM"]
+    found = traced(pinned, data)
+    assert found.stations[3].hooks == () and "core.limit" in [hook.entry.id for hook in found.elsewhere]
+
+
 def test_the_spine_has_the_boxes_of_the_chain_with_those_beside_them(pinned: World) -> None:
     shape = [(own.box.id, [other.box.id for other in side]) for own, side in traced(pinned).spine]
     assert shape == [("free", ["side"]), ("engine", []), ("make", [])]

@@ -249,6 +249,15 @@ def test_junit_has_a_case_for_each_entry_and_counts_the_failures(pinned: World, 
     assert f"declared: {marks.name}:{case.get('line')}" in (failure.text or "")
 
 
+def test_junit_s_failure_is_of_the_gravest_kind_whatever_comes_last(pinned: World) -> None:
+    pinned.core("def helper", "def other")
+    pinned.core("LIMIT = 3", "LIMIT = 4")
+    report, marks = reported(pinned)
+    assert [finding.verdict for finding in report.entries[0].findings] == [Verdict.ABSENT, Verdict.DRIFTED]
+    (failure,) = ElementTree.fromstring(render(report, marks, "junit")).findall(".//*[@name='core.free']/failure")
+    assert failure.get("type") == "absent" and (failure.get("message") or "").endswith(" (and 1 more)")
+
+
 def test_junit_is_well_formed_whatever_a_version_holds(pinned: World) -> None:
     (pinned.site / pinned.package / "_version.py").write_text("__version__ = '2\\x00\\x1b<&\\udc80'\n")
     report, marks = reported(pinned)
