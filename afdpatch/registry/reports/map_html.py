@@ -160,6 +160,7 @@ def _footer() -> str:
         '<footer class="soft"><p>wrap: a function around the original; replace: ours instead of it; install: something '
         "outside of the package's symbols; official: a place that the package offers, nothing is patched. always: from "
         "the import on; role: once the process's role is known.</p>"
+        "<p>In the strip, a number counts the patches at a box; a dashed one hangs beside the chain.</p>"
         "<p>Made by <code>afdpatch map --html</code> from the source, which was read and not imported.</p></footer>"
     )
 

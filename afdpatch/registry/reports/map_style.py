@@ -26,9 +26,9 @@ code { font: .84em/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sa
 .facts dd { margin: 0; overflow-wrap: anywhere; }
 nav { display: grid; grid-template-columns: max-content 1fr; gap: .5rem 1rem; align-items: start; margin: 1.2rem 0; }
 nav p { margin: .2rem 0 0; font-size: .86rem; color: var(--soft); }
-nav ol { display: flex; flex-wrap: wrap; gap: .35rem 1.5rem; margin: 0; padding: 0; list-style: none; }
-nav li { display: flex; flex-wrap: wrap; gap: .25rem; position: relative; }
-nav li:not(:last-child)::after { content: "→"; position: absolute; right: -1.3rem; top: .1rem; color: var(--soft); }
+nav ol { display: flex; flex-wrap: wrap; gap: .35rem .5rem; margin: 0; padding: 0; list-style: none; }
+nav li { display: flex; flex-wrap: wrap; gap: .25rem; }
+nav li:not(:first-child)::before { content: "→"; color: var(--soft); }
 .chip { border: 1px solid var(--line); border-radius: 1rem; padding: .05rem .6rem; background: var(--card);
   color: var(--ink); font-size: .88rem; } .chip.side { border-style: dashed; }
 .chip.hooked { border-color: var(--mark); } .chip.broken { border-color: var(--bad); }
