@@ -12,11 +12,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from afdpatch.cli import COMMANDS, main
-from afdpatch.registry import Manifest, SourceTree, packaged_manifest
+from afdpatch.registry import Manifest, SourceTree, Verdict, packaged_manifest
+from afdpatch.registry.manifest import KINDS, PATHS, WHENS
 from tests.registry.conftest import COMMIT, World, world
+from tests.registry.test_reports import closed
 
 __all__ = ["world"]
 
@@ -51,8 +54,12 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, 
 
 
 def asked(pinned: World, capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    """What a command prints as JSON, after a look whether it fits its schema and has no key beside it."""
     code, out, err = printed(capsys, *words, "--manifest", str(pinned.manifest), "--format", "json")
     assert code == 0, err
+    schema = json.loads((OWN.parent / "schemas" / f"{words[0]}.json").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.Draft202012Validator(closed(schema)).validate(json.loads(out))
     return json.loads(out)
 
 
@@ -278,11 +285,24 @@ def test_a_reader_that_has_had_enough_is_no_error_with_a_message(pinned: World, 
     assert (done.returncode, done.stderr) == (1, "")
 
 
+def test_every_schema_names_the_verdicts_and_the_kinds_that_there_are() -> None:
+    for command in ("verify", "explain", "map"):
+        schema = json.loads((OWN.parent / "schemas" / f"{command}.json").read_text(encoding="utf-8"))
+        assert schema["$defs"]["verdict"]["enum"] == [verdict.value for verdict in Verdict]
+    listed = json.loads((OWN.parent / "schemas" / "list.json").read_text(encoding="utf-8"))
+    kinds = listed["properties"]["entries"]["items"]["properties"]
+    assert (kinds["kind"]["enum"], kinds["when"]["enum"], kinds["path"]["enum"]) == (
+        list(KINDS),
+        list(WHENS),
+        list(PATHS),
+    )
+
+
 def test_no_command_s_module_hides_a_built_in() -> None:
     assert not {item.module for item in COMMANDS} & set(dir(builtins))
 
 
 def test_the_packaged_files_are_there() -> None:
     folder = OWN.parent
-    for name in ("afd.chain.yaml", "schemas/verify.json"):
+    for name in ("afd.chain.yaml", *(f"schemas/{command}.json" for command in ("verify", "list", "explain", "map"))):
         assert (folder / name).is_file()
