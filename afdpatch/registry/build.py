@@ -86,7 +86,7 @@ def build(entry: Entry, module: ModuleType | None, symbol: Symbol, tree: SourceT
         if symbol.kind == "class":
             forms.check_class(entry, target.original, replacement)
         else:
-            forms.check_value(entry, target.owner, target.name, target.raw, replacement)
+            forms.check_value(entry, target.raw, replacement)
         return Built(entry, module, target, Slot(target.owner, target.name, replacement))
     make = _wrapped if entry.kind == "wrap" else _own_name
     ours = make(entry, replacement, target.original)
@@ -227,6 +227,7 @@ def _check_original(entry: Entry, raw: Any, symbol: Symbol, tree: SourceTree) ->
 
 
 def _value(entry: Entry, owner: Any, place: Any, name: str, symbol: Symbol, tree: SourceTree) -> Target:
+    forms.check_field(entry, owner, name)
     raw = vars(place)[name]
     stated = tree.constants(entry.module).get(name, raw) if "." not in entry.qualname else raw
     if type(stated) is not type(raw) or repr(stated) != repr(raw):

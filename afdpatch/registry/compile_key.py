@@ -47,7 +47,7 @@ class CompileKey(Mapping[str, Any]):
         Raises:
             OtherVersion: the set has no lock for the installed release, and so no digest.
         """
-        digests = {patchset.name: patchset.digest}
+        digests = {patchset.manifest.name: patchset.digest}
         if isinstance(config, CompileKey):
             return cls(config.config, {**config.digests, **digests}, config.hidden | frozenset(hidden), config.inner)
         if isinstance(config, dict):

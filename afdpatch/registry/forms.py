@@ -124,11 +124,11 @@ def check_class(entry: Entry, original: type, ours: Any) -> None:
         )
 
 
-def check_value(entry: Entry, owner: Any, name: str, raw: Any, ours: Any) -> None:
+def check_field(entry: Entry, owner: Any, name: str) -> None:
     """Makes sure that a value can be replaced by assigning to its name.
 
     Raises:
-        Unpatchable: it is a field of a dataclass, a model, an enumeration or a named tuple; or ours is of another type.
+        Unpatchable: it is a field of a dataclass, a model, an enumeration or a named tuple.
     """
     if isinstance(owner, type):
         for mark, what in (
@@ -146,6 +146,14 @@ def check_value(entry: Entry, owner: Any, name: str, raw: Any, ours: Any) -> Non
                     found=f"{owner.__qualname__}.{name}",
                     todo="patch __init__ or __post_init__, if the class has one",
                 )
+
+
+def check_value(entry: Entry, raw: Any, ours: Any) -> None:
+    """Makes sure that a value of ours can stand for the original.
+
+    Raises:
+        Unpatchable: it is of another type.
+    """
     if type(raw) is not type(ours):
         raise Unpatchable(
             "the replacement is of another type",

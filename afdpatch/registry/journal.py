@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -141,6 +142,8 @@ class Record:
 
 
 _LOCK = threading.RLock()
+# A process forked by another thread must not see half of a transaction, or this lock held by nobody.
+os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 _IN_EFFECT: list[Journal] = []
 """The journals that have records: what several sets change is known to all of them."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType, TracebackType
@@ -48,6 +49,19 @@ class PatchSet:
         self._role: str | None = None
         self._processes: list[str] = []
         self._failure: tuple[PatchError, TracebackType | None] | None = None
+        mine = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: PatchSet._forked(mine()))
+
+    @staticmethod
+    def _forked(patches: PatchSet | None) -> None:
+        """In a forked process: a call that another thread was in never ends here."""
+        if patches is None or patches._calls.acquire(blocking=False):
+            return None if patches is None else patches._calls.release()
+        patches._calls = threading.RLock()
+        error = PatchError(
+            "forked while another thread was putting the set in effect", todo="fork before or afterwards"
+        )
+        patches._failure = (error, None)
 
     @classmethod
     def load(cls, package: str = "afdpatch.manifests", name: str = "afd") -> PatchSet:
@@ -209,11 +223,6 @@ class PatchSet:
             OtherVersion: there is no lock for the installed release, or the package isn't installed.
         """
         return self._need_lock().digest
-
-    @property
-    def name(self) -> str:
-        """The name of the manifest in use. Raises as `digest` does."""
-        return self.manifest.name
 
     @property
     def installed(self) -> bool:

@@ -22,6 +22,7 @@ _KINDS: dict[type, str] = {
     staticmethod: "staticmethod",
     classmethod: "classmethod",
     property: "property",
+    functools.cached_property: "cached_property",
     type(functools.lru_cache(len)): "functools cache",
 }
 _PASSING = ("generator", "list_iterator", "tuple_iterator", "dict_itemiterator", "coroutine", "async_generator")

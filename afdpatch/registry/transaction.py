@@ -9,7 +9,7 @@ from types import ModuleType
 from afdpatch.registry.build import Built, build
 from afdpatch.registry.errors import Conflict, NotInEffect, PatchError, TargetAbsent
 from afdpatch.registry.forms import describe, loaded, owner_of
-from afdpatch.registry.journal import Journal, Record
+from afdpatch.registry.journal import Journal, Record, claimed
 from afdpatch.registry.lock import Lock
 from afdpatch.registry.manifest import Entry
 from afdpatch.registry.source import SourceTree, Symbol
@@ -120,6 +120,16 @@ def _fill(item: Built, records: list[Record]) -> None:
             symbol=item.entry.target,
             found=describe(current),
             todo="let one patch begin when the other has ended",
+        )
+    after = item.slot.after
+    if target.names is None and (
+        claimed(after) or any(other.slots[0].after is after for other in records[:-1] if other.slots)
+    ):
+        raise Conflict(
+            "its replacement stands in another target already, and could not be told from it when it is taken back",
+            patch_id=item.entry.id,
+            symbol=item.entry.replacement,
+            todo="give each target a replacement of its own",
         )
     item.slot.fill()
     for holder in item.entry.holders:
