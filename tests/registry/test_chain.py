@@ -131,7 +131,8 @@ def test_what_is_absent_is_shown_as_absent_everywhere(pinned: World, capsys: pyt
     assert hook.verdict is Verdict.ABSENT and hook.place.file is None
     print_map(found, console())
     text = capsys.readouterr().out
-    assert "free  absent: " in text and "core.free  wrap, role, absent" in text
+    assert text.count("free  absent: ") == 2, "the box's symbol and the patch's target"
+    assert "core.free  wrap, role, absent" in text
     page = map_html(found)
     assert re.search(r'<article class="box broken" id="free">.*?class="absent">absent: ', page, re.DOTALL)
     assert found.as_dict()["boxes"][0]["symbols"][0]["absent"] == place.absent
