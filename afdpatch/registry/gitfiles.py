@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from afdpatch.registry.archives import package_prefix
@@ -36,7 +38,9 @@ class GitRepository:
         """
         command = ["git", "-C", str(self.directory), *arguments]
         try:
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, check=False, env=_environment()
+            )
         except OSError as error:
             raise SourceError(f"git cannot be run: {error}") from error
         if done.returncode:
@@ -69,7 +73,8 @@ class GitRepository:
         """Ends the reading process."""
         reader, self._reader = self._reader, None
         if reader is not None and reader.stdin is not None and reader.stdout is not None:
-            reader.stdin.close()
+            with suppress(OSError):
+                reader.stdin.close()
             reader.stdout.close()
             reader.wait()
 
@@ -79,7 +84,8 @@ class GitRepository:
     def _batch(self, blobs: list[str]) -> Iterator[tuple[str, bytes]]:
         if self._reader is None:
             command = ["git", "-C", str(self.directory), "cat-file", "--batch"]
-            self._reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            pipe = subprocess.PIPE
+            self._reader = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=_environment())
         stdin, stdout = self._reader.stdin, self._reader.stdout
         if stdin is None or stdout is None:
             raise SourceError(f"{self.directory}: git cat-file has no pipes")
@@ -93,6 +99,11 @@ class GitRepository:
             answers.append((blob, stdout.read(int(head[2]))))
             stdout.read(1)
         yield from answers
+
+
+def _environment() -> dict[str, str]:
+    """The environment for git, without what a hook or a caller's git sets to point to another repository."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
 
 
 class GitFiles:

@@ -53,6 +53,14 @@ def test_every_kind_of_holder_is_found_and_nothing_else(world: World, tree: Sour
     assert list(found) == sorted(found)
 
 
+def test_a_star_of_a_star_is_followed_to_its_end(world: World) -> None:
+    world.write(f"{world.package}/c.py", "from .core import *")
+    world.write(f"{world.package}/b.py", "from .c import *")
+    world.write(f"{world.package}/a.py", "from .b import *")
+    tree = SourceTree.at(world.package, world.site)
+    assert holders_of(tree, f"{world.package}.core:free") == tuple(f"{world.package}.{name}" for name in "abc")
+
+
 def test_a_star_gives_no_private_names_and_methods_have_no_holders(world: World, tree: SourceTree) -> None:
     world.core("def free", "def _free")
     world.core("def helper", "def helper")

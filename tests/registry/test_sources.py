@@ -124,6 +124,16 @@ def test_git_reads_the_revision_and_not_the_working_tree(world: World, capsys: p
     assert verdicts(world, capsys, f"git:{bare}@main") == (8, {"core.free": "drifted", "core.engine-run": "ok"})
 
 
+def test_a_caller_s_git_doesn_t_lead_to_another_repository(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    declare(world)
+    source = repository(world)
+    git(tmp_path, "init", "--quiet", "other")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
+    assert f"{world.package}/core.py" in SourceTree.open(world.package, source).files.python_files()
+
+
 def test_a_commit_that_git_names_establishes_the_release(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     declare(world)
     (world.site / world.package / "_version.py").unlink()
