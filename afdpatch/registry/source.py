@@ -357,23 +357,27 @@ def _class_of(tree: SourceTree, source: SourceFile, base: ast.expr) -> str | Non
     return None
 
 
-def _definition(tree: SourceTree, module: str, qualname: str, hops: int = 0) -> str:
+def _definition(tree: SourceTree, module: str, qualname: str, seen: tuple[str, ...] = ()) -> str:
     """Follows `from x import y` from a module to the one that defines a name; stops where it can't be followed."""
     source = tree.file(module)
+    here = f"{module}:{qualname}"
     first, _, rest = qualname.partition(".")
-    if source is not None and hops < 20:
-        found = source.top(first)
-        if all(isinstance(item.node, ast.ImportFrom) for item in found):
-            for item in found:
-                if isinstance(item.node, ast.ImportFrom):
-                    name = alias_of(item.node, first).name
-                    onward = f"{name}.{rest}" if rest else name
-                    return _definition(tree, source.absolute(item.node), onward, hops + 1)
-            for star in source.starred():
-                other = tree.file(star)
-                if other is not None and other.top(first):
-                    return _definition(tree, star, qualname, hops + 1)
-    return f"{module}:{qualname}"
+    if source is None or here in seen:
+        return here
+    nodes = [item.node for item in source.top(first)]
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    if len(imports) < len(nodes):
+        return here
+    if imports:
+        name = alias_of(imports[0], first).name
+        onward = f"{name}.{rest}" if rest else name
+        return _definition(tree, source.absolute(imports[0]), onward, (*seen, here))
+    for star in source.starred():
+        there, _, name = _definition(tree, star, qualname, (*seen, here)).partition(":")
+        other = tree.file(there)
+        if other is not None and other.top(name.partition(".")[0]):
+            return f"{there}:{name}"
+    return here
 
 
 def _imported(tree: SourceTree, source: SourceFile, name: str, rest: str, found: Sequence[Binding]) -> SymbolAbsent:

@@ -177,7 +177,7 @@ def test_unchanged_files_cost_nothing(history: History, monkeypatch: pytest.Monk
     package = world.package
     assert sorted(parsed) == sorted([f"{package}/core.py"] * 3 + [f"{package}/long.py", f"{package}/user.py"])
     assert walk.counts.commits == 34
-    assert len(walk._parsed) == 3, "syntax trees of former versions aren't kept"
+    assert len(walk._parsed) <= 3, "syntax trees of former versions aren't kept"
     assert walk.counts.looked == 5 + 4 * 2, (
         "five symbols at the start, and the four of core.py at each new version of it"
     )
