@@ -210,8 +210,9 @@ def _check_kind(entry: Entry, symbol: Symbol) -> None:
     if entry.kind == "replace":
         allowed += ["class", "value"]
     if entry.patches_target and symbol.kind not in allowed:
+        what = "functions and methods" if entry.kind == "wrap" else "what is named below"
         raise ManifestError(
-            f"kind {entry.kind!r} patches {'functions and methods' if entry.kind == 'wrap' else 'what is named below'} only",
+            f"kind {entry.kind!r} patches {what} only",
             patch_id=entry.id,
             symbol=entry.target,
             expected=" | ".join(allowed),
