@@ -210,15 +210,17 @@ def _probe_findings(entry: Entry, outcome: bool | str) -> list[Finding]:
     if outcome is False:
         return []
     verdict = Verdict.OBSOLETE if outcome is True else Verdict.PROBE_FAILED
+    compiled = str(outcome).startswith("torch.compile: ")
+    what = "the probe under torch.compile" if compiled else "the probe of its remove_when"
     return [
         Finding(
             verdict=verdict,
-            message="the reason for the patch is gone" if outcome is True else "its remove_when could not be evaluated",
+            message="the reason for the patch is gone" if outcome is True else f"{what} failed",
             expected="false",
             found="true" if outcome is True else str(outcome),
             todo="remove the entry and its code, then `afdpatch pin`"
             if outcome is True
-            else f"run {entry.remove_when}",
-            symbol=entry.remove_when,
+            else f"run {entry.replacement if compiled else entry.remove_when}",
+            symbol=entry.replacement if compiled else entry.remove_when,
         )
     ]
