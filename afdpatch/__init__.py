@@ -13,14 +13,17 @@ patchset = PatchSet.load("afdpatch.manifests", "afd")
 
 
 def register() -> None:
-    """vLLM's plug-in hook (`vllm.general_plugins`): arm the always-on patches.
+    """vLLM's plug-in hook (`vllm.general_plugins`): arm the always-on patches, ours and those of declared manifests.
 
     Raises:
         PatchError: they can't be put in effect in this vLLM. vLLM then doesn't start, since a server that was meant
             to have a role would come up without one; `afdpatch verify` says what doesn't fit.
     """
+    from afdpatch.registry.plugins import arm_declared
+
     patchset.arm()
+    arm_declared()
 
 
 with suppress(PatchError):  # kept by the patch set: `register` raises it again in a process that starts vLLM
-    register()
+    patchset.arm()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import afdpatch
+from afdpatch.patches.attest import call_the_roll
 from afdpatch.patches.features import check_arguments, check_features, refuse
 from afdpatch.patches.models import tables
 from afdpatch.patches.settings import AfdSettings
@@ -76,6 +77,7 @@ def _with_afd(
     vllm_config.additional_config = AfdSettings(afd, row, afdpatch.patchset.digest, others)
     if ENVIRONMENT_KEY not in os.environ:
         os.environ[ENVIRONMENT_KEY] = _page(afd.role, afdpatch.patchset.digest).path
+    call_the_roll(afd.role)
     return vllm_config
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import afdpatch
+from afdpatch.patches.attest import sign
 from afdpatch.patches.settings import settings_of
 
 ENTRY = "engine-core.start"
@@ -18,4 +19,5 @@ def run_engine_core(*args: Any, dp_rank: int = 0, local_dp_rank: int = 0, **kwar
     if settings is None:
         raise RuntimeError("afdpatch's EngineCore start was called for a server without AFD settings")
     afdpatch.patchset.apply(role=settings.role, process="engine-core")
+    sign()
     afdpatch.patchset.original(ENTRY)(*args, dp_rank=dp_rank, local_dp_rank=local_dp_rank, **kwargs)

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from afdpatch.patches.attest import Attested
 from afdpatch.runtime.metrics import health, render
 from afdpatch.runtime.status import Snapshot, StatusPage
 
@@ -31,6 +32,8 @@ FFN_ANSWERS = (
     "/openapi.json",
 )
 """What an FFN server answers to GET and HEAD; everything else needs an attention server."""
+PROCESSES = "/afd/processes"
+"""Where both roles tell what each of their processes has attested, as JSON."""
 FFN_CONTROL = ("/collective_rpc",)
 """vLLM's development endpoint that reaches workers; vLLM itself has it only with VLLM_SERVER_DEV_MODE=1."""
 
@@ -49,12 +52,13 @@ def init_entrypoints_middleware(original: Callable[..., None]) -> Callable[..., 
 class AfdMiddleware:
     """ASGI middleware of both roles. It reads the server's status page and never waits for a worker."""
 
-    def __init__(self, app: App, page: StatusPage | None = None) -> None:
+    def __init__(self, app: App, page: StatusPage | None = None, attested: Attested | None = None) -> None:
         page = page or StatusPage.from_environment()
         if page is None:
             raise RuntimeError("no status page; this middleware belongs to a server with AFD on")
         self.app = app
         self.page = page
+        self.attested = attested or Attested()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -64,6 +68,8 @@ class AfdMiddleware:
         snapshot = self.page.snapshot()
         if snapshot.role == "ffn" and not _ffn_answers(scope, path):
             return await _refuse(scope, send)
+        if path == PROCESSES and scope["type"] == "http":
+            return await _json(send, 200, self.attested.processes())
         if path in ("/health", "/ping"):
             return await self._health(scope, receive, send, snapshot)
         if path == "/metrics":
@@ -72,6 +78,8 @@ class AfdMiddleware:
 
     async def _health(self, scope: Scope, receive: Receive, send: Send, snapshot: Snapshot) -> None:
         fine, reason = health(snapshot, monotonic())
+        if fine and (trouble := self.attested.trouble()) is not None:
+            fine, reason = False, f"{snapshot.role} server: its processes don't have the same patches: {trouble}"
         if fine:
             return await self.app(scope, receive, send)
         return await _json(send, 503, {"status": "unhealthy", "role": snapshot.role, "reason": reason})
@@ -94,7 +102,8 @@ class AfdMiddleware:
 def _ffn_answers(scope: Scope, path: str) -> bool:
     if path in FFN_CONTROL:
         return True
-    return scope["type"] == "http" and scope["method"] in ("GET", "HEAD", "OPTIONS") and path in FFN_ANSWERS
+    answers = (*FFN_ANSWERS, PROCESSES)
+    return scope["type"] == "http" and scope["method"] in ("GET", "HEAD", "OPTIONS") and path in answers
 
 
 async def _refuse(scope: Scope, send: Send) -> None:

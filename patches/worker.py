@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import CompilationTimes
 
 import afdpatch
+from afdpatch.patches.attest import sign
 from afdpatch.patches.model import ffns
 from afdpatch.patches.settings import AfdSettings, settings_of
 from afdpatch.runtime.connectors.shm import attention_connector, ffn_connector
@@ -142,6 +143,7 @@ class AttentionRole:
         """vLLM's warm-up, whose forwards hop like any other; then the server is ready."""
         times: CompilationTimes = super().compile_or_warm_up_model()  # type: ignore[misc]
         self.link.page.beat()
+        sign()
         self.link.page.set_state(State.READY)
         return times
 
@@ -203,6 +205,7 @@ class FFNRole:
         """Nothing to warm up; from now on hops are served."""
         assert self.loop is not None
         self.loop.serve()
+        sign()
         self.link.page.set_state(State.READY)
         logger.info("AFD: FFN role, serving the FFNs of %d layers", len(self.ffns))
         return CompilationTimes(language_model=0.0, encoder=0.0)
@@ -241,6 +244,7 @@ def _settings(vllm_config: "VllmConfig", role: str) -> AfdSettings:
             f"a worker of the AFD role {role} was started in a server with {found}; leave --worker-cls at auto"
         )
     afdpatch.patchset.apply(role=role, process="worker")
+    sign()
     return settings
 
 

@@ -55,6 +55,13 @@ COMMANDS = (
     Command("bench", "", "measure: `bench serve` (AFD against stock vLLM), `bench hop` (the hop alone)"),
     Command("verify", "verify", "hold the patches against the installed vLLM"),
     Command("pin", "pin", "make the lock for a vLLM release"),
+    Command("diff", "diff", "what changed under a patch: pinned vLLM, another vLLM, our replacement"),
+    Command("compat", "compat", "how the patches stand in other vLLM releases"),
+    Command("bisect", "bisect", "the first vLLM commit that breaks each patch"),
+    # Not modules `list` and `map`: a submodule's name becomes a global of this package, and would hide the built-in.
+    Command("list", "listing", "list the patches"),
+    Command("explain", "explain", "why a patch is there, where, and when it can go"),
+    Command("map", "mapping", "vLLM's chain from the API server to the model, with the patches on it"),
     Command("models", "models", "list the models and features that AFD serves, and what it refuses"),
 )
 BENCHES = (

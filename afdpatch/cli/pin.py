@@ -7,13 +7,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from afdpatch.registry import Lock, Manifest, PatchError, SourceTree, lock_path, packaged_manifest
+from afdpatch.registry import Lock, Manifest, PatchError, SourceTree, identify, lock_path, packaged_manifest
+from afdpatch.registry.releases import Release, release_path
 
 DESCRIPTION = """\
 Reads the manifest and the source of the release that it names, takes the fingerprints of every target and of every
 relied-on symbol, and writes the lock. Nothing of the package is imported.
 
 Commit the lock together with the manifest.
+
+With --release, the source may be of any release: what it has of the same symbols is recorded in locks/releases/ for
+`afdpatch compat`, absent ones included. The manifest's own lock must be there and fresh.
 """
 
 EXIT_CODES = """\
@@ -25,6 +29,9 @@ exit codes:
 """
 
 
+SOURCE_HELP = "a directory that holds the package's folder or is it, a wheel, an sdist, or git:DIR@REV"
+
+
 def add_parser(subparsers: Any) -> None:
     """Adds the command's parser."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
@@ -34,15 +41,15 @@ def add_parser(subparsers: Any) -> None:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--source",
-        type=Path,
-        metavar="DIR",
-        help="a source root that holds the package's folder, or that folder itself (default: the installed package)",
-    )
+    add_source(parser)
     parser.add_argument("--manifest", type=Path, metavar="FILE", help="the manifest (default: afdpatch's own)")
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="the lock (default: locks/VERSION.json beside the manifest)"
+    )
+    parser.add_argument(
+        "--release",
+        action="store_true",
+        help="record another release than the manifest's, for `compat`; nothing is ever served with such a record",
     )
     parser.set_defaults(run=run)
 
@@ -52,9 +59,16 @@ def run(args: argparse.Namespace) -> int:
     try:
         path = args.manifest or packaged_manifest("afdpatch.manifests", "afd")
         manifest = Manifest.read(path)
-        lock = Lock.make(manifest, source_tree(manifest.package, args.source), installed=args.source is None)
-        output = args.output or lock_path(path, manifest.version)
-        text = lock.to_json()
+        tree = source_tree(manifest.package, args.source)
+        if args.release:
+            output, text, message = _record(args, path, manifest, tree)
+        else:
+            lock = Lock.make(manifest, tree, installed=args.source is None)
+            output, text = args.output or lock_path(path, manifest.version), lock.to_json()
+            message = (
+                f"{len(manifest.entries)} entries, {len(lock.symbols)} symbols in {len(lock.files)} files of "
+                f"{manifest.package} {manifest.version}, digest {lock.digest[:12]}"
+            )
         same = output.is_file() and output.read_text(encoding="utf-8") == text
         if not same:
             output.parent.mkdir(parents=True, exist_ok=True)
@@ -65,17 +79,29 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         print(f"afdpatch pin: {error}", file=sys.stderr)
         return 2
-    print(
-        f"{output}: {'unchanged' if same else 'written'}; {len(manifest.entries)} entries, {len(lock.symbols)} symbols "
-        f"in {len(lock.files)} files of {manifest.package} {manifest.version}, digest {lock.digest[:12]}"
-    )
+    print(f"{output}: {'unchanged' if same else 'written'}; {message}")
     return 0
 
 
-def source_tree(package: str, directory: Path | None) -> SourceTree:
+def _record(args: argparse.Namespace, path: Path, manifest: Manifest, tree: SourceTree) -> tuple[Path, str, str]:
+    lock = Lock.read(lock_path(path, manifest.version))
+    release = Release.make(manifest, lock, tree, identify(tree, manifest.distributions if args.source is None else ()))
+    message = (
+        f"{len(release.symbols)} symbols of {manifest.package} {release.version}, {len(release.absent)} absent; "
+        f"{release.established['detail']}"
+    )
+    return args.output or release_path(path, release.version), release.to_json(), message
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Adds `--source`."""
+    parser.add_argument("--source", metavar="SRC", help=f"{SOURCE_HELP} (default: the installed package)")
+
+
+def source_tree(package: str, source: str | Path | None) -> SourceTree:
     """The source tree that `--source` names.
 
     Raises:
-        FileNotFoundError: there is none.
+        OSError: there is none.
     """
-    return SourceTree.installed(package) if directory is None else SourceTree.at(package, directory)
+    return SourceTree.installed(package) if source is None else SourceTree.open(package, str(source))

@@ -14,14 +14,16 @@ from afdpatch.registry.errors import (
     StaleLock,
     TargetAbsent,
     TargetDrifted,
+    Unpatchable,
 )
 from afdpatch.registry.identity import Identity, identify
 from afdpatch.registry.lock import Lock, lock_path
 from afdpatch.registry.manifest import Entry, Manifest
 from afdpatch.registry.packaged import packaged_manifest
-from afdpatch.registry.patchset import PatchSet, State
+from afdpatch.registry.patchset import PatchSet
 from afdpatch.registry.report import EntryReport, Finding, Report, Verdict
 from afdpatch.registry.source import SourceTree, Symbol
+from afdpatch.registry.state import State
 from afdpatch.registry.verify import check_entry, verify
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "Symbol",
     "TargetAbsent",
     "TargetDrifted",
+    "Unpatchable",
     "Verdict",
     "check_entry",
     "identify",

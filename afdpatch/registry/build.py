@@ -7,22 +7,39 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
-from afdpatch.registry.errors import Conflict, PatchError, TargetAbsent, TargetDrifted
-from afdpatch.registry.journal import MISSING, Slot
+from afdpatch.registry import forms, references
+from afdpatch.registry.errors import Conflict, NotInEffect, PatchError, TargetAbsent, TargetDrifted
+from afdpatch.registry.forms import describe, function_of, is_function, owner_of
+from afdpatch.registry.journal import Slot, claimed
 from afdpatch.registry.manifest import Entry
 from afdpatch.registry.source import SourceTree, Symbol
+from afdpatch.registry.values import captures, import_names
 
 _KIND_FLAGS = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-_DESCRIPTORS: dict[type, Callable[[FunctionType], Any]] = {
-    FunctionType: lambda function: function,
-    staticmethod: staticmethod,
-    classmethod: classmethod,
-}
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A target as it stands in this process, and is the pinned original.
+
+    Attributes:
+        owner: the module or class whose slot is filled.
+        name: the slot's name.
+        raw: what the `__dict__` of the owner, or of the base that has it, holds.
+        original: the function, class or value; of a property the getter.
+        names: as `Record.names`.
+    """
+
+    owner: Any
+    name: str
+    raw: Any
+    original: Any
+    names: Mapping[str, tuple[str, ...]] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,14 +49,14 @@ class Built:
     Attributes:
         entry: the entry.
         module: the target's module.
-        original: the function that the target is now.
+        target: what the target is now.
         slot: the target's slot with ours, not yet filled.
         install: for `install`, the function to call.
     """
 
     entry: Entry
     module: ModuleType | None = None
-    original: Callable[..., Any] | None = None
+    target: Target | None = None
     slot: Slot | None = None
     install: Callable[[], object] | None = None
 
@@ -56,20 +73,26 @@ def build(entry: Entry, module: ModuleType | None, symbol: Symbol, tree: SourceT
     Raises:
         TargetAbsent: the imported module has no such attribute.
         Conflict: the attribute is not the pinned original any more.
+        Unpatchable: it can't be patched soundly.
+        NotInEffect: somebody would go on using the original.
         TargetDrifted: the replacement's signature or kind is not the original's.
         PatchError: the replacement cannot be imported or made.
     """
-    replacement = load(entry, entry.replacement or "")
     if entry.kind == "install":
-        return Built(entry=entry, install=replacement)
-    owner, raw = _locate(entry, module)
-    name = entry.qualname.rpartition(".")[2]
-    original = _pinned_original(entry, raw, symbol, tree)
+        return Built(entry=entry, install=load(entry, entry.replacement or ""))
+    target = find(entry, module, symbol, tree)
+    replacement = load(entry, entry.replacement or "")
+    if symbol.kind in ("class", "value"):
+        if symbol.kind == "class":
+            forms.check_class(entry, target.original, replacement)
+        else:
+            forms.check_value(entry, target.raw, replacement)
+        return Built(entry, module, target, Slot(target.owner, target.name, replacement))
     make = _wrapped if entry.kind == "wrap" else _own_name
-    ours = make(entry, replacement, original)
-    _check_call(entry, original, ours)
-    slot = Slot(owner, name, _DESCRIPTORS[type(raw)](ours))
-    return Built(entry=entry, module=module, original=original, slot=slot)
+    ours = make(entry, replacement, target.original)
+    _check_call(entry, target.original, ours)
+    installed = forms.shaped(target.raw, target.owner, target.name, ours)
+    return Built(entry, module, target, Slot(target.owner, target.name, installed))
 
 
 def load(entry: Entry, name: str) -> Any:
@@ -97,15 +120,47 @@ def load(entry: Entry, name: str) -> Any:
     return value
 
 
-def _locate(entry: Entry, module: ModuleType | None) -> tuple[Any, Any]:
-    """The target's owner and what its `__dict__`, or that of a base, holds."""
+# ---- the target ----------------------------------------------------------------------------------------------------
+
+
+def find(entry: Entry, module: ModuleType | None, symbol: Symbol, tree: SourceTree) -> Target:
+    """A target as it stands in this process; nothing is imported or changed.
+
+    Raises:
+        TargetAbsent: the imported module has no such attribute.
+        Conflict: the attribute is not the pinned original any more.
+        Unpatchable: it can't be patched soundly.
+        NotInEffect: somebody holds the original and would go on using it.
+    """
+    owner, place, name = _locate(entry, module)
+    # Counted before this frame holds the object too.
+    plain = symbol.kind not in ("class", "value") and forms.form_of(vars(place)[name]) is not None
+    excess = references.excess(place, name, function_of) if plain else 1
+    raw = vars(place)[name]
+    below = _below(entry, raw)
+    if symbol.kind == "value":
+        return _value(entry, owner, place, name, symbol, tree)
+    if below is None:
+        _check_original(entry, raw, symbol, tree)
+    original = function_of(raw)
+    if below is not None and below.kind == "replace":
+        return Target(owner, name, raw, original)  # its own module holds it by its own name
+    if symbol.kind == "class":
+        _check_left(entry, [item for item in references.module_names(raw) if not _rebound(entry, item)])
+    elif excess > sum(1 for item in references.module_names(original, entry.package) if _rebound(entry, item)):
+        _check_left(entry, references.holders(original, place, name, _ours(entry), entry.holders))
+    return Target(owner, name, raw, original)
+
+
+def _locate(entry: Entry, module: ModuleType | None) -> tuple[Any, Any, str]:
+    """The target's owner, the module or class (the owner or a base of it) whose `__dict__` has it, and its name."""
     *outer, name = entry.qualname.split(".")
     owner: Any = module
     try:
         for part in outer:
             owner = vars(owner)[part]
         places = owner.__mro__ if isinstance(owner, type) else (owner,)
-        raw = next(vars(place)[name] for place in places if name in vars(place))
+        return owner, next(place for place in places if name in vars(place)), name
     except (KeyError, StopIteration, TypeError) as error:
         raise TargetAbsent(
             "the imported module doesn't have the target",
@@ -115,66 +170,113 @@ def _locate(entry: Entry, module: ModuleType | None) -> tuple[Any, Any]:
             found=f"{type(error).__name__}: {error}",
             todo="see what removes it at import",
         ) from error
-    return owner, raw
 
 
-def _pinned_original(entry: Entry, raw: Any, symbol: Symbol, tree: SourceTree) -> FunctionType:
-    """The target's function, after a check that nobody has put another in its place.
+def _below(entry: Entry, raw: Any) -> Entry | None:
+    """The entry of another set whose object stands in the slot, if ours declares that it comes after it."""
+    claim = claimed(raw)
+    if claim is None:
+        return None
+    manifest, record = claim
+    if f"{manifest}/{record.entry_id}" in entry.after:
+        return record.entry
+    raise Conflict(
+        f"patched by {manifest}/{record.entry_id} already, and no order of the two is declared",
+        patch_id=entry.id,
+        symbol=entry.target,
+        expected=f"the original, or `after: [{manifest}/{record.entry_id}]` in the entry",
+        found=describe(raw),
+        todo="declare the order in the manifest that comes second, or use one of the two",
+    )
+
+
+def _check_original(entry: Entry, raw: Any, symbol: Symbol, tree: SourceTree) -> None:
+    """Makes sure that nobody has put another object in the place of the pinned one.
 
     A function is the original if its code is of the file that defines the target and has its name. A decorator of the
     package may have wrapped it: then the innermost `__wrapped__` is looked at, and no more layers than decorators.
     """
-    function = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
     file = os.path.realpath(tree.root / symbol.file)
-    layers, inner = 0, function
-    while _is_function(inner) and layers < symbol.decorators and hasattr(inner, "__wrapped__"):
-        inner, layers = inner.__wrapped__, layers + 1
-    name = symbol.defined_as.rpartition(":")[2].rpartition(".")[2]
-    if (
-        type(raw) not in _DESCRIPTORS
-        or not _is_function(function)
-        or not _is_function(inner)
-        or os.path.realpath(inner.__code__.co_filename) != file
-        or inner.__code__.co_name != name
-    ):
+    module, _, qualname = symbol.defined_as.partition(":")
+    refusal = forms.unpatchable(entry, raw)
+    if refusal is not None and symbol.decorators:  # without a decorator, somebody else has put it there
+        raise refusal
+    function = function_of(raw)
+    if symbol.kind == "class":
+        right = isinstance(raw, type) and (raw.__module__, raw.__qualname__) == (module, qualname)
+    else:
+        inner, layers = function, 0
+        while is_function(inner) and layers < symbol.decorators and hasattr(inner, "__wrapped__"):
+            inner, layers = inner.__wrapped__, layers + 1
+        right = (
+            forms.form_of(raw) is not None
+            and is_function(function)
+            and is_function(inner)
+            and os.path.realpath(inner.__code__.co_filename) == file
+            and inner.__code__.co_name == qualname.rpartition(".")[2]
+        )
+    if not right:
         raise Conflict(
-            f"already changed by {owner_of(function)}",
+            f"already changed by {owner_of(raw)}",
             patch_id=entry.id,
             symbol=entry.target,
-            expected=f"the {symbol.kind} {name} of {file}",
-            found=describe(function),
+            expected=f"the {symbol.kind} {qualname.rpartition('.')[2]} of {file}",
+            found=describe(raw),
             todo="remove the other patch, or apply it after ours",
         )
-    return function
 
 
-def _is_function(value: object) -> TypeGuard[FunctionType]:
-    """Whether a value is a function itself; `isinstance` is also true for wrapt's proxies."""
-    return type(value) is FunctionType
+def _value(entry: Entry, owner: Any, place: Any, name: str, symbol: Symbol, tree: SourceTree) -> Target:
+    forms.check_field(entry, owner, name)
+    raw = vars(place)[name]
+    stated = tree.constants(entry.module).get(name, raw) if "." not in entry.qualname else raw
+    if type(stated) is not type(raw) or repr(stated) != repr(raw):
+        raise Conflict(
+            "already changed",
+            patch_id=entry.id,
+            symbol=entry.target,
+            expected=f"{stated!r}, as {symbol.file} has it",
+            found=repr(raw),
+            todo="remove the other patch, or apply it after ours",
+        )
+    if not isinstance(raw, forms.SHARED):
+        _check_left(entry, references.holders(raw, place, name, _ours(entry), entry.holders))
+        return Target(owner, name, raw, raw)
+    names = import_names(tree, entry, place, [name for name, _ in forms.loaded(entry.package)])
+    left = [f"{module}.{name}" for module in names if module not in entry.holders for name in names[module]]
+    _check_left(entry, left + captures(tree, [entry.module, *entry.holders], name))
+    return Target(owner, name, raw, raw, names)
 
 
-def owner_of(value: Any) -> str:
-    """The module whose code an object runs, whatever name it was given by `functools.wraps`."""
-    if _is_function(value):
-        return str(value.__globals__.get("__name__", value.__code__.co_filename))
-    wrapper = getattr(value, "_self_wrapper", None)
-    if wrapper is not None:
-        return owner_of(wrapper)
-    return str(getattr(value, "__module__", None) or type(value).__module__)
+def _rebound(entry: Entry, name: str) -> bool:
+    """Whether a module's name for the original is the target's own, is rebound with it, or is ours."""
+    module = name.rpartition(".")[0]
+    return name == f"{entry.module}.{entry.qualname}" or module in entry.holders or _ours(entry)(module)
 
 
-def describe(value: Any) -> str:
-    """An object in a few words, with the place of its code."""
-    if _is_function(value):
-        code = value.__code__
-        return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
-    if value is MISSING:
-        return "nothing"
-    return f"an object of {type(value).__module__}.{type(value).__qualname__}"
+def _ours(entry: Entry) -> Callable[[str], bool]:
+    package = (entry.replacement or "").partition(":")[0].partition(".")[0]
+    return lambda module: module.partition(".")[0] == package
 
 
+def _check_left(entry: Entry, left: list[str]) -> None:
+    if left:
+        shown = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
+        raise NotInEffect(
+            "the original is held by others, who would go on using it",
+            patch_id=entry.id,
+            symbol=entry.target,
+            expected="no modules that did `from … import` of it but its holders, and no partial, default argument, "
+            "table, cache or bound method of it",
+            found=shown,
+            todo="add modules of the package to the entry's holders, then `afdpatch pin`; for the rest, let the entry "
+            "come into effect earlier, or patch what holds it",
+        )
+
+
+# ---- ours ----------------------------------------------------------------------------------------------------------
 def _plain_function(entry: Entry, value: Any, what: str) -> FunctionType:
-    if not _is_function(value):
+    if not is_function(value):
         raise PatchError(
             f"{what} is not a plain function",
             patch_id=entry.id,

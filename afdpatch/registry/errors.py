@@ -48,6 +48,10 @@ class ManifestError(PatchError):
     exit_code = 2
 
 
+class Unpatchable(ManifestError):
+    """What an entry names can't be patched soundly that way; the text says why. Exit code 2."""
+
+
 class TargetAbsent(PatchError):
     """A target or a relied-on symbol isn't where the manifest says. Exit code 3."""
 

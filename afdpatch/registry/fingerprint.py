@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 _SKIPPED_FIELDS = frozenset({"ctx", "kind", "type_comment", "type_ignores", "type_params"})
+_NAMING = ("id", "attr", "arg", "name")
 _VALUE_NODES = (ast.Constant, ast.MatchSingleton)
 
 
@@ -49,6 +50,17 @@ def interface(definitions: Sequence[ast.AST], guards: Sequence[str], owners: Seq
     lines = [_head(owner) for owner in owners]
     lines += [f"{guard} {_head(node)}" for guard, node in zip(guards, definitions, strict=True)]
     return digest("\n".join(lines))
+
+
+def words(definitions: Sequence[ast.AST], count: int = 8) -> tuple[str, ...]:
+    """The longest identifiers in what a symbol's definitions do: a file without them cannot hold the same body."""
+    found: set[str] = set()
+    for definition in definitions:
+        inside = _inside(definition)
+        for top in inside if isinstance(inside, list) else [inside]:
+            for node in ast.walk(top) if isinstance(top, ast.AST) else ():
+                found |= {value for name in _NAMING if isinstance(value := getattr(node, name, None), str)}
+    return tuple(sorted(found, key=lambda word: (-len(word), word))[:count])
 
 
 def _inside(node: ast.AST) -> object:

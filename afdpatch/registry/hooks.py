@@ -52,9 +52,9 @@ class ImportHooks:
             self._watched.add(name)
             wrapt.register_post_import_hook(hook, name)
             registering = 0
-        _await_import(name)
+        await_import(name)
         if name in self._watched and name in sys.modules:
-            module = importlib.import_module(name)
+            module = sys.modules[name]
             if _half_imported(module):
                 self._watched.discard(name)
                 return False
@@ -96,8 +96,12 @@ def _half_imported(module: ModuleType) -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
-def _await_import(name: str) -> None:
-    """Waits until no other thread is importing a module, even if it isn't in `sys.modules` yet."""
+def await_import(name: str) -> None:
+    """Waits until no other thread is importing a module, even if it isn't in `sys.modules` yet.
+
+    It returns at once where that thread waits for an import of this one: the module is half imported then. To import it
+    would be a deadlock, which Python sees and makes an error of.
+    """
     wait = getattr(getattr(importlib, "_bootstrap", None), "_lock_unlock_module", None)
     if wait is not None:
         wait(name)
@@ -113,7 +117,8 @@ def imported_module(name: str) -> ModuleType | None:
     """
     if sys.modules.get(name) is None:
         return None
-    module = importlib.import_module(name)
+    await_import(name)
+    module = sys.modules[name]
     if _half_imported(module):
         raise Conflict(
             "the patches are armed from within the import of a module that they patch",

@@ -14,11 +14,13 @@ class Identity:
 
     Attributes:
         versions: pairs of a version, as it was reported, and who reported it.
-        commit: the commit that the package's `_version.py` reports, if any.
+        commit: the commit that git or the package's `_version.py` reports, if any.
+        commit_by: who reports the commit; empty if nobody does.
     """
 
     versions: tuple[tuple[str, str], ...]
     commit: str | None
+    commit_by: str = ""
 
     @property
     def version(self) -> str | None:
@@ -35,6 +37,11 @@ class Identity:
             return None
         reported = self.commit.lower().removeprefix("g")
         return len(reported) >= 7 and pinned.startswith(reported)
+
+    def is_release(self, version: str, commit: str) -> bool:
+        """Whether this is a manifest's release: its version, or if none is reported its commit, and no other commit."""
+        same_commit = self.has_commit(commit)
+        return same_commit is not False and (self.version == version or (not self.versions and same_commit is True))
 
 
 def base(version: str) -> str:
@@ -59,7 +66,8 @@ def identify(tree: SourceTree, distributions: Iterable[str] = ()) -> Identity:
     """Reads the version and the commit of a source tree.
 
     Args:
-        tree: the source. Its `_version.py` is read, not imported.
+        tree: the source. Its `_version.py` is read, not imported; of a wheel or an sdist also the metadata; of a git
+            commit its name, which goes before what a `_version.py` in it says.
         distributions: for the installed package, the names it may be distributed under.
     """
     module = f"{tree.package}._version"
@@ -67,9 +75,15 @@ def identify(tree: SourceTree, distributions: Iterable[str] = ()) -> Identity:
         constants = tree.constants(module)
     except SymbolAbsent:
         constants = {}
+    file = f"{tree.package}/_version.py"
     versions = installed_versions(distributions)
+    versions += tuple((version, f"{name}'s metadata") for name, version in tree.files.stated)
     stated = constants.get("__version__", constants.get("version"))
     if isinstance(stated, str):
-        versions += ((stated, f"{tree.package}/_version.py"),)
+        versions += ((stated, file),)
+    if tree.files.commit is not None:
+        return Identity(versions=versions, commit=tree.files.commit, commit_by="git")
     commit = constants.get("__commit_id__", constants.get("commit_id"))
-    return Identity(versions=versions, commit=commit if isinstance(commit, str) and commit else None)
+    if isinstance(commit, str) and commit:
+        return Identity(versions=versions, commit=commit, commit_by=file)
+    return Identity(versions=versions, commit=None)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Final
+
+from afdpatch.registry.errors import Conflict
+from afdpatch.registry.manifest import Entry
 
 logger = logging.getLogger(__name__)
 
@@ -77,33 +81,50 @@ class Record:
     """What one entry changed.
 
     Attributes:
-        entry_id: the entry's id.
+        entry: the entry.
         module: the target's module; None for `install`.
-        original: the function that the target was; None for `install`.
+        original: what the target was: a function, a class or a value; `MISSING` for `install`.
         slots: the target's slot, then those of its holders.
         undo: for `install`, what takes it back.
+        names: for a value that may be one object for many reasons, the names that hold it by `from … import`, by
+            module; None: every name that holds the object.
     """
 
-    entry_id: str
+    entry: Entry
     module: ModuleType | None = None
-    original: Callable[..., Any] | None = None
+    original: Any = MISSING
     slots: list[Slot] = field(default_factory=list)
     undo: Callable[[], object] | None = None
+    names: Mapping[str, tuple[str, ...]] | None = None
+
+    @property
+    def entry_id(self) -> str:
+        """The entry's id."""
+        return self.entry.id
 
     @property
     def holds(self) -> bool:
         """Whether everything that the entry changed is still so, as far as that can be seen."""
         imported_again = self.module is not None and sys.modules.get(self.module.__name__) is not self.module
-        return not imported_again and all(slot.holds for slot in self.slots)
+        return not imported_again and all(slot.holds or _held_below(slot) for slot in self.slots)
+
+    @property
+    def lost(self) -> list[Slot]:
+        """The slots that hold neither ours nor what another set has declared to put over it."""
+        return [slot for slot in self.slots if not slot.holds and not _held_below(slot)]
 
     def names_in(self, module: ModuleType) -> list[str]:
-        """The names by which a module still holds the original function."""
-        return [name for name, value in list(vars(module).items()) if value is self.original]
+        """The names by which a module still holds the original."""
+        return self._names_of(module, self.original)
+
+    def _names_of(self, module: ModuleType, value: object) -> list[str]:
+        held = [name for name, item in list(vars(module).items()) if item is value]
+        return held if self.names is None else [name for name in self.names.get(module.__name__, ()) if name in held]
 
     def sweep(self, holder: str) -> None:
-        """Rebinds every name of a module, if it is imported, that holds the original function."""
+        """Rebinds every name of a module, if it is imported, that holds the original."""
         module = sys.modules.get(holder)
-        if module is not None and self.original is not None:
+        if module is not None and self.original is not MISSING:
             for name in self.names_in(module):
                 slot = Slot(module, name, self.slots[0].after)
                 self.slots.append(slot)
@@ -111,25 +132,60 @@ class Record:
 
     def reclaim(self) -> None:
         """Gives the original to modules of the package that imported ours by name while it was in effect."""
-        if self.module is None or self.original is None or self.slots[0].owner is not self.module:
+        if self.module is None or not self.slots or self.slots[0].owner is not self.module:
             return
         package, ours = self.module.__name__.partition(".")[0], self.slots[0].after
         for holder, module in list(sys.modules.items()):
             if holder.partition(".")[0] == package and isinstance(module, ModuleType):
-                for name in [name for name, value in list(vars(module).items()) if value is ours]:
+                for name in self._names_of(module, ours):
                     setattr(module, name, self.original)
 
 
+_LOCK = threading.RLock()
+# A process forked by another thread must not see half of a transaction, or this lock held by nobody.
+os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
+_IN_EFFECT: list[Journal] = []
+"""The journals that have records: what several sets change is known to all of them."""
+
+
+def over(slot: Slot) -> tuple[str, Record, Slot] | None:
+    """What another set has put over a slot of ours: its manifest's name, its record and its slot."""
+    for journal in _IN_EFFECT:
+        for record in journal.records.values():
+            for other in record.slots:
+                place = other.owner is slot.owner and other.name == slot.name
+                if place and other.before is slot.after is not other.after:
+                    return journal.manifest, record, other
+    return None
+
+
+def _held_below(slot: Slot) -> bool:
+    upper = over(slot)
+    return upper is not None and (upper[2].holds or _held_below(upper[2]))
+
+
+def claimed(after: object) -> tuple[str, Record] | None:
+    """Who put an object into its slot: the manifest's name and the record; None if no set did."""
+    with _LOCK:
+        for journal in _IN_EFFECT:
+            for record in journal.records.values():
+                if record.slots and record.slots[0].after is after:
+                    return journal.manifest, record
+    return None
+
+
 class Journal:
-    """The records in effect, in the order of application.
+    """The records of one set in effect, in the order of application.
 
     Attributes:
+        manifest: the name of the set's manifest.
         lock: held for every reading and changing of slots and records, and never while anything is imported: a thread
-            that imports a patched module holds that module's import lock when it comes here.
+            that imports a patched module holds that module's import lock when it comes here. One for all sets.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.manifest = ""
+        self.lock = _LOCK
         self.records: dict[str, Record] = {}
 
     def get(self, entry_id: str) -> Record | None:
@@ -141,13 +197,54 @@ class Journal:
         """Takes up the records of a transaction that went through."""
         with self.lock:
             self.records |= {record.entry_id: record for record in records}
+            if self.records and self not in _IN_EFFECT:
+                _IN_EFFECT.append(self)
 
     def take(self) -> list[Record]:
         """Empties the journal and gives what was in it."""
         with self.lock:
             records = list(self.records.values())
             self.records.clear()
+            if self in _IN_EFFECT:
+                _IN_EFFECT.remove(self)
             return records
+
+    def check_conflicts(self, entries: Iterable[Entry]) -> None:
+        """Makes sure that no other set has an entry in effect that conflicts with one of ours.
+
+        Raises:
+            Conflict: one has; both are named.
+        """
+        with self.lock:
+            others = [(one.manifest, item) for one in _IN_EFFECT if one is not self for item in one.records.values()]
+        for entry in entries:
+            mine = f"{self.manifest}/{entry.id}"
+            for manifest, record in others:
+                theirs = f"{manifest}/{record.entry_id}"
+                if theirs in entry.conflicts or mine in record.entry.conflicts:
+                    raise Conflict(
+                        f"conflicts with {theirs}, which is in effect in this process",
+                        patch_id=entry.id,
+                        symbol=entry.target,
+                        expected=f"not both {mine} and {theirs}, as the `conflicts` of one of them says",
+                        todo="use one of the two sets in a process",
+                    )
+
+    def check_uncovered(self) -> None:
+        """Makes sure that no other set has patched over a slot of ours, since taking ours back would lose theirs.
+
+        Raises:
+            Conflict: one has; both are named.
+        """
+        for record in self.records.values():
+            upper = next((found for slot in record.slots if (found := over(slot)) is not None), None)
+            if upper is not None:
+                raise Conflict(
+                    f"{upper[0]}/{upper[1].entry_id} is in effect over it",
+                    patch_id=record.entry_id,
+                    symbol=record.entry.target,
+                    todo=f"undo the set {upper[0]!r} first",
+                )
 
     def revert(self, records: Iterable[Record]) -> None:
         """Takes records back, the last first: slots, then what `install` entries did.

@@ -8,16 +8,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from afdpatch.registry import fingerprint
+from afdpatch.registry.census import holders_of
 from afdpatch.registry.errors import LockError, ManifestError, OtherVersion, TargetAbsent
 from afdpatch.registry.identity import identify
 from afdpatch.registry.manifest import Entry, Manifest
 from afdpatch.registry.source import SourceTree, Symbol, SymbolAbsent, SymbolMoved
 
-FORMAT = 1
+FORMAT = 2
+"""1: without `holders` and without the symbols' `words`."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,14 @@ class Lock:
         digest: the sha256 of the frozen manifest as canonical JSON; names the set everywhere.
         files: the sha256 of each file that a target, a relied-on symbol or a holder is in.
         symbols: what each target and relied-on symbol was, by the manifest's name for it.
+        holders: for each patched function of a module, every module that held it; the manifest's are among them.
     """
 
     manifest: Manifest
     digest: str
     files: Mapping[str, str]
     symbols: Mapping[str, Symbol]
+    holders: Mapping[str, tuple[str, ...]]
 
     @classmethod
     def make(cls, manifest: Manifest, tree: SourceTree, *, installed: bool = False) -> Lock:
@@ -51,10 +56,10 @@ class Lock:
             ManifestError: an entry's target can't be patched that way, or names a module that only imports it.
         """
         identity = identify(tree, manifest.distributions if installed else ())
-        if identity.version != manifest.version or identity.has_commit(manifest.commit) is False:
+        if not identity.is_release(manifest.version, manifest.commit):
             commit = f" at commit {identity.commit}" if identity.commit else ""
             raise OtherVersion(
-                f"{tree.root} is not the release of the manifest's header",
+                f"{tree.label} is not the release of the manifest's header",
                 expected=f"{manifest.package} {manifest.version} at commit {manifest.commit}",
                 found=f"{identity}{commit}",
                 todo="pin from that release, or set version and commit in the manifest's header to port it",
@@ -63,22 +68,18 @@ class Lock:
         symbols: dict[str, Symbol] = {}
         for entry in manifest.entries:
             for name in entry.symbols:
-                symbols[name] = symbol = _resolve(entry, name, tree)
+                symbol = _resolve(entry, name, tree)
+                symbols[name] = replace(symbol, words=fingerprint.words(tree.nodes(name)[1]))
                 files |= {file: tree.sha256(file) or "" for file in symbol.files}
             _check_kind(entry, symbols[entry.target])
             for holder in entry.holders:
-                source = tree.file(holder)
-                if source is None or not source.imports(entry.module, entry.qualname):
-                    raise TargetAbsent(
-                        "the holder doesn't hold the target",
-                        patch_id=entry.id,
-                        symbol=holder,
-                        expected=f"from {entry.module} import {entry.qualname}",
-                        found="no such import" if source else "no such module",
-                        todo="correct the entry's holders",
-                    )
+                _check_holder(entry, holder, tree)
+        holders = census(manifest, tree)
+        for name in sorted({name for names in holders.values() for name in names}):
+            source = tree.file(name)
+            if source is not None:
                 files[source.file] = source.sha256
-        return cls(manifest=manifest, digest=manifest_digest(manifest), files=files, symbols=symbols)
+        return cls(manifest, manifest_digest(manifest), files, symbols, holders)
 
     @classmethod
     def parse(cls, text: str, *, source: str) -> Lock:
@@ -94,11 +95,19 @@ class Lock:
         todo = "make it again with `afdpatch pin`"
         try:
             data = json.loads(text)
+            if data.get("kind") == "release":
+                raise OtherVersion(
+                    f"{source}: a record of another release, with which nothing is served",
+                    expected=f"a lock, made for the manifest's own release {data['manifest_version']}",
+                    found=f"a record of {data['version']}",
+                    todo="keep such records in the folder locks/releases, or port the manifest, then `afdpatch pin`",
+                )
             if data["format"] != FORMAT:
                 raise LockError(f"{source}: another format", expected=str(FORMAT), found=str(data["format"]), todo=todo)
             manifest = Manifest.parse(data["manifest"], source=source)
-            symbols = {name: _symbol(name, value) for name, value in data["symbols"].items()}
-            lock = cls(manifest=manifest, digest=data["digest"], files=dict(data["files"]), symbols=symbols)
+            symbols = {name: symbol_of(name, value) for name, value in data["symbols"].items()}
+            holders = {name: tuple(modules) for name, modules in data["holders"].items()}
+            lock = cls(manifest, data["digest"], dict(data["files"]), symbols, holders)
         except (ValueError, KeyError, TypeError, AttributeError, ManifestError) as error:
             raise LockError(f"{source}: not a lock", found=f"{type(error).__name__}: {error}", todo=todo) from error
         missing = [name for entry in manifest.entries for name in entry.symbols if name not in symbols]
@@ -124,9 +133,6 @@ class Lock:
 
     def to_json(self) -> str:
         """The lock's text: indented, sorted, with a newline at the end."""
-        symbols = {}
-        for name, symbol in self.symbols.items():
-            symbols[name] = {key: value for key, value in asdict(symbol).items() if key != "name"}
         data = {
             "format": FORMAT,
             "package": self.manifest.package,
@@ -135,7 +141,8 @@ class Lock:
             "digest": self.digest,
             "manifest": self.manifest.as_dict(),
             "files": dict(self.files),
-            "symbols": symbols,
+            "symbols": {name: symbol_data(symbol) for name, symbol in self.symbols.items()},
+            "holders": {name: list(modules) for name, modules in self.holders.items()},
         }
         return json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
@@ -151,8 +158,33 @@ def lock_path(manifest: Path, version: str) -> Path:
     return manifest.parent / "locks" / f"{version}.json"
 
 
-def _symbol(name: str, data: Mapping[str, Any]) -> Symbol:
-    return Symbol(name=name, **{**data, "files": tuple(data["files"])})
+def census(manifest: Manifest, tree: SourceTree) -> dict[str, tuple[str, ...]]:
+    """For each function of a module that the manifest patches, the modules that hold it."""
+    targets = [entry.target for entry in manifest.entries if entry.patches_target and "." not in entry.qualname]
+    return {target: holders_of(tree, target) for target in dict.fromkeys(targets)}
+
+
+def symbol_data(symbol: Symbol) -> dict[str, Any]:
+    """A symbol as a lock writes it, under its name."""
+    return {key: value for key, value in asdict(symbol).items() if key != "name"}
+
+
+def symbol_of(name: str, data: Mapping[str, Any]) -> Symbol:
+    """The inverse of `symbol_data`."""
+    return Symbol(name=name, **{**data, "files": tuple(data["files"]), "words": tuple(data["words"])})
+
+
+def _check_holder(entry: Entry, holder: str, tree: SourceTree) -> None:
+    source = tree.file(holder)
+    if source is None or not source.imports(entry.module, entry.qualname):
+        raise TargetAbsent(
+            "the holder doesn't hold the target",
+            patch_id=entry.id,
+            symbol=holder,
+            expected=f"from {entry.module} import {entry.qualname}",
+            found="no such import" if source else "no such module",
+            todo="correct the entry's holders",
+        )
 
 
 def _resolve(entry: Entry, name: str, tree: SourceTree) -> Symbol:
@@ -174,10 +206,13 @@ def _resolve(entry: Entry, name: str, tree: SourceTree) -> Symbol:
 
 
 def _check_kind(entry: Entry, symbol: Symbol) -> None:
-    allowed = ("function", "staticmethod", "classmethod")
+    allowed = ["function", "staticmethod", "classmethod", "property"]
+    if entry.kind == "replace":
+        allowed += ["class", "value"]
     if entry.patches_target and symbol.kind not in allowed:
+        what = "functions and methods" if entry.kind == "wrap" else "what is named below"
         raise ManifestError(
-            f"kind {entry.kind!r} patches functions and methods only",
+            f"kind {entry.kind!r} patches {what} only",
             patch_id=entry.id,
             symbol=entry.target,
             expected=" | ".join(allowed),

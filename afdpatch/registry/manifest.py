@@ -23,6 +23,8 @@ _SYMBOL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*
 _ID = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_REFERENCE = re.compile(rf"{_ID.pattern}(/{_ID.pattern})?")
+_REPOSITORY = re.compile(r"https://[^\s\"'<>]+[^\s\"'<>/]")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ class Entry:
         holders: modules that hold the target by `from x import y`; rebound with it.
         relies: symbols that the replacement stands on: pinned, not patched.
         remove_when: `module:name` of a function; when it returns true, the entry is obsolete.
+        since: the release of the manifest's own project that has the entry for the first time.
+        after: entries that come first wherever both are used: an `id` of this manifest, or `manifest/id` of another,
+            which may patch the same target.
+        conflicts: entries that must never be in effect in one process with this one, named like those of `after`.
     """
 
     id: str
@@ -58,11 +64,19 @@ class Entry:
     holders: tuple[str, ...] = ()
     relies: tuple[str, ...] = ()
     remove_when: str | None = None
+    since: str | None = None
+    after: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:
         """The target's module."""
         return self.target.partition(":")[0]
+
+    @property
+    def package(self) -> str:
+        """The target's package."""
+        return self.target.partition(":")[0].partition(".")[0]
 
     @property
     def qualname(self) -> str:
@@ -83,11 +97,20 @@ class Entry:
         """Whether a process of this role and kind uses the entry."""
         return (self.when == "always" or role in self.roles) and (not self.processes or process in self.processes)
 
+    def meets(self, other: Entry) -> bool:
+        """Whether there is a process that uses both entries."""
+        roles = self.when == "always" or other.when == "always" or bool(set(self.roles) & set(other.roles))
+        processes = not self.processes or not other.processes or bool(set(self.processes) & set(other.processes))
+        return roles and processes
+
 
 _ENTRY_KEYS = tuple(field.name for field in fields(Entry))
 _ENTRY_REQUIRED = ("id", "seam", "target", "kind", "when", "why")
-_ENTRY_LISTS = ("roles", "processes", "holders", "relies")
-_HEADER_KEYS = ("manifest", "package", "distributions", "version", "commit", "patches")
+_ENTRY_LISTS = ("roles", "processes", "holders", "relies", "after", "conflicts")
+_HEADER_REQUIRED = ("manifest", "package", "distributions", "version", "commit", "patches")
+_HEADER_KEYS = (*_HEADER_REQUIRED, "repository")
+_OPTIONAL = ("repository", "since", "after", "conflicts")
+"""Keys that the frozen form has only where the manifest gives them."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +124,7 @@ class Manifest:
         version: the one release that the entries are written for, without a local part.
         commit: that release's commit, 40 hexadecimal digits.
         entries: in the order of the file, which is the order of application.
+        repository: where the package's commits can be read, for links in reports: `https://forge/owner/project`.
     """
 
     name: str
@@ -109,6 +133,7 @@ class Manifest:
     version: str
     commit: str
     entries: tuple[Entry, ...]
+    repository: str | None = None
 
     @classmethod
     def parse(cls, data: object, *, source: str) -> Manifest:
@@ -122,21 +147,24 @@ class Manifest:
             ManifestError: with the file, the entry's id (or its number) and the key.
         """
         header = _mapping(data, f"{source}: the manifest")
-        _keys(header, _HEADER_KEYS, _HEADER_KEYS, f"{source}: the manifest")
+        _keys(header, _HEADER_KEYS, _HEADER_REQUIRED, f"{source}: the manifest")
         where = f"{source}: the manifest's header"
         package = _text(header, "package", where, _MODULE)
         raw_entries = header["patches"]
         if not isinstance(raw_entries, list):
             raise ManifestError(f"{source}: key 'patches' is not a list", found=type(raw_entries).__name__)
         entries = tuple(_entry(raw, index, package, source) for index, raw in enumerate(raw_entries))
+        name = _text(header, "manifest", where, _ID)
         _no_clash(entries, source)
+        _check_order(entries, name, source)
         return cls(
-            name=_text(header, "manifest", where, _ID),
+            name=name,
             package=package,
             distributions=_texts(header, "distributions", where, allow_empty=False),
             version=_text(header, "version", where, _VERSION),
             commit=_text(header, "commit", where, _COMMIT),
             entries=entries,
+            repository=_text(header, "repository", where, _REPOSITORY) if "repository" in header else None,
         )
 
     @classmethod
@@ -148,8 +176,10 @@ class Manifest:
         """
         import yaml
 
+        from afdpatch.registry.yamls import load
+
         try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+            data = load(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ManifestError(f"{path}: the manifest cannot be read", found=str(error)) from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -159,10 +189,14 @@ class Manifest:
     def as_dict(self) -> dict[str, Any]:
         """The manifest as plain data with every key of every entry: the form that is frozen and hashed."""
         entries = [
-            {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(entry).items()}
+            {
+                key: list(value) if isinstance(value, tuple) else value
+                for key, value in asdict(entry).items()
+                if key not in _OPTIONAL or value
+            }
             for entry in self.entries
         ]
-        return {
+        frozen: dict[str, Any] = {
             "manifest": self.name,
             "package": self.package,
             "distributions": list(self.distributions),
@@ -170,6 +204,7 @@ class Manifest:
             "commit": self.commit,
             "patches": entries,
         }
+        return frozen if self.repository is None else {**frozen, "repository": self.repository}
 
 
 def _entry(raw: object, index: int, package: str, source: str) -> Entry:
@@ -193,6 +228,9 @@ def _entry(raw: object, index: int, package: str, source: str) -> Entry:
     ):
         for symbol in symbols:
             _match(symbol, _SYMBOL, key, where, expected="module:Qualified.name")
+    for key, references in (("after", entry.after), ("conflicts", entry.conflicts)):
+        for reference in references:
+            _match(reference, _REFERENCE, key, where, expected="an entry's id, or manifest/id")
     for holder in entry.holders:
         _match(holder, _MODULE, "holders", where, expected="a module's name")
     for name in (*entry.symbols, *entry.holders):
@@ -226,6 +264,34 @@ def _no_clash(entries: Iterable[Entry], source: str) -> None:
                     todo="make one entry of them, or give them roles that never meet",
                 )
         owners[entry.target].append(entry)
+
+
+def _check_order(entries: Iterable[Entry], name: str, source: str) -> None:
+    """Own entries named in `after` stand earlier in the file; those named in `conflicts` never meet."""
+    known = {entry.id: entry for entry in entries}
+    before: set[str] = set()
+    for entry in known.values():
+        where = f"{source}: entry {entry.id!r}"
+        for key, references in (("after", entry.after), ("conflicts", entry.conflicts)):
+            for reference in references:
+                manifest, _, other = reference.rpartition("/")
+                if manifest not in ("", name):
+                    continue
+                if other not in known or other == entry.id:
+                    raise ManifestError(
+                        f"{where}: {key} names {reference!r}", expected="another entry of this manifest"
+                    )
+                if key == "after" and other not in before:
+                    raise ManifestError(
+                        f"{where}: comes before {other!r}, which its `after` names",
+                        todo="the order of the file is the order of application: move it down",
+                    )
+                if key == "conflicts" and entry.meets(known[other]):
+                    raise ManifestError(
+                        f"{where}: conflicts with {other!r}, and there are processes that use both",
+                        todo="give them roles or processes that never meet",
+                    )
+        before.add(entry.id)
 
 
 def _mapping(data: object, where: str) -> Mapping[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from importlib.resources import files
 from pathlib import Path
 
 from afdpatch.registry.errors import LockError, OtherVersion
@@ -14,7 +13,11 @@ from afdpatch.registry.source import SourceTree
 
 def packaged_manifest(package: str, name: str) -> Path:
     """The path of a packaged manifest, which need not exist."""
-    return Path(str(files(package))) / f"{name}.yaml"
+    # importlib.resources would do, and imports tempfile, zipfile and shutil for it.
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise LockError(f"there is no package {package!r} with the manifest {name!r}", todo="install it")
+    return Path(next(iter(spec.submodule_search_locations))) / f"{name}.yaml"
 
 
 def packaged_lock(package: str, name: str) -> Lock | None:

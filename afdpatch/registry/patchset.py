@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType, TracebackType
 from typing import Any
 
+from afdpatch.registry.attest import start_method
 from afdpatch.registry.errors import Conflict, NotInEffect, OtherVersion, PatchError
-from afdpatch.registry.hooks import ImportHooks, imported_module
+from afdpatch.registry.forms import describe, owner_of
+from afdpatch.registry.hooks import ImportHooks, await_import, imported_module
 from afdpatch.registry.identity import identify
-from afdpatch.registry.journal import Journal, Record
+from afdpatch.registry.journal import MISSING, Journal, Record
 from afdpatch.registry.lock import Lock
-from afdpatch.registry.manifest import Entry
+from afdpatch.registry.manifest import Entry, Manifest
 from afdpatch.registry.packaged import packaged_lock
+from afdpatch.registry.plan import Step, plan
 from afdpatch.registry.report import Report
 from afdpatch.registry.source import SourceTree
+from afdpatch.registry.state import State, Sticky
 from afdpatch.registry.transaction import transact
 from afdpatch.registry.verify import verify
-
-
-class State(str, Enum):
-    """What an entry is in this process."""
-
-    IDLE = "idle"
-    """Not armed, or not used by the role and kind of this process so far."""
-
-    PENDING = "pending"
-    """Armed; put in effect as soon as its target's module is imported."""
-
-    APPLIED = "applied"
-    """In effect: every slot holds our object, read back now."""
-
-    LOST = "lost"
-    """It was in effect, and a slot holds another object now; or its module was imported past its hook."""
-
-    CHECKED = "checked"
-    """`official`: nothing is patched; its target was found as pinned."""
 
 
 class PatchSet:
@@ -64,6 +49,19 @@ class PatchSet:
         self._role: str | None = None
         self._processes: list[str] = []
         self._failure: tuple[PatchError, TracebackType | None] | None = None
+        mine = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: PatchSet._forked(mine()))
+
+    @staticmethod
+    def _forked(patches: PatchSet | None) -> None:
+        """In a forked process: a call that another thread was in never ends here."""
+        if patches is None or patches._calls.acquire(blocking=False):
+            return None if patches is None else patches._calls.release()
+        patches._calls = threading.RLock()
+        error = PatchError(
+            "forked while another thread was putting the set in effect", todo="fork before or afterwards"
+        )
+        patches._failure = (error, None)
 
     @classmethod
     def load(cls, package: str = "afdpatch.manifests", name: str = "afd") -> PatchSet:
@@ -152,10 +150,12 @@ class PatchSet:
         """Takes everything back, arming and a failure included: every slot holds the very object that it held.
 
         Raises:
+            Conflict: another set has patched over one of ours; nothing is taken back then.
             Exception: an `install` entry's undo failed; everything else is taken back nevertheless.
         """
         with self._calls:
             with self._journal.lock:
+                self._journal.check_uncovered()
                 self._generation += 1
                 self._armed = False
                 self._pending.clear()
@@ -167,6 +167,15 @@ class PatchSet:
             self._hooks.allow_all()
             self._journal.revert(records)
 
+    @contextmanager
+    def applied(self, *, role: str, process: str) -> Iterator[PatchSet]:
+        """The set in effect for the length of a `with` block, as `apply` and then `undo` do it."""
+        self.apply(role=role, process=process)
+        try:
+            yield self
+        finally:
+            self.undo()
+
     # ---- what others ask --------------------------------------------------------------------------------------------
 
     def original(self, entry_id: str) -> Callable[..., Any]:
@@ -176,9 +185,29 @@ class PatchSet:
             NotInEffect: the entry is not in effect.
         """
         record = self._journal.get(entry_id)
-        if record is None or record.original is None:
+        if record is None or record.original is MISSING:
             raise NotInEffect("not in effect", patch_id=entry_id, todo="arm or apply the set first")
-        return record.original
+        original: Callable[..., Any] = record.original
+        return original
+
+    def plan(self, *, role: str | None = None, process: str | None = None) -> tuple[Step, ...]:
+        """What `arm`, and with a role `apply`, would do now. Nothing is imported, made or changed.
+
+        Args:
+            role: as for `apply`; None: what `arm` would do.
+            process: as for `apply`.
+
+        Raises:
+            OtherVersion: there is no lock for the installed release, or the package isn't installed.
+        """
+        lock = self._need_lock()
+        used = [
+            entry
+            for entry in lock.manifest.entries
+            if entry.when == "always" or (role is not None and entry.used_by(role, process or ""))
+        ]
+        with self._journal.lock:
+            return plan(used, lock, {entry.id: self._state(entry).value for entry in used})
 
     def states(self) -> dict[str, State]:
         """Each entry's state, slots read back now, in the manifest's order. Empty if there is no lock to use."""
@@ -196,21 +225,44 @@ class PatchSet:
         return self._need_lock().digest
 
     @property
+    def installed(self) -> bool:
+        """Whether the package to patch is installed.
+
+        Raises:
+            OtherVersion: it is, but there is no lock for its release.
+        """
+        return self._use_lock() is not None
+
+    @property
+    def manifest(self) -> Manifest:
+        """The frozen manifest in use. Raises as `digest` does."""
+        return self._need_lock().manifest
+
+    def used(self, role: str) -> dict[str, list[str]]:
+        """For each kind of process, the entries that must be in effect in it where a role is served."""
+        entries = self._need_lock().manifest.entries
+        kinds = dict.fromkeys(kind for entry in entries for kind in entry.processes)
+        return {kind: [entry.id for entry in entries if entry.used_by(role, kind)] for kind in kinds}
+
+    @property
     def failure(self) -> PatchError | None:
         """What `arm`, `apply` or an import hook failed with, and what `apply` raises since."""
         return self._failure[0] if self._failure else None
 
     def attest(self) -> dict[str, Any]:
-        """What is in effect in this process, as plain data to be compared and passed between processes."""
-        states = {name: state.value for name, state in self.states().items()}
+        """What is in effect in this process, as plain data to be compared and passed between processes.
+
+        The keys are those of `afdpatch.registry.attest.Attestation`.
+        """
         return {
             "role": self._role,
             "process": self._processes[-1] if self._processes else None,
             "processes": list(self._processes),
             "pid": os.getpid(),
+            "start_method": start_method(),
             "digest": self._lock.digest if self._lock is not None else None,
             "failure": str(self.failure) if self.failure else None,
-            "states": states,
+            "states": {name: state.value for name, state in self.states().items()},
         }
 
     def require(self) -> None:
@@ -257,7 +309,7 @@ class PatchSet:
         """Watches a holder that isn't imported yet; waits for one that another thread is importing."""
         if holder not in sys.modules and self._hooks.watch(holder):
             return
-        importlib.import_module(holder)
+        await_import(holder)
         with self._journal.lock:
             record = self._journal.get(entry.id)
             if record is not None:
@@ -291,9 +343,14 @@ class PatchSet:
     def _require_kept(self) -> None:
         for name, state in self.states().items():
             if state is State.LOST:
+                record = self._journal.get(name)
+                lost = [slot.current for slot in record.lost] if record is not None else []
+                over = [f"{describe(value)}, of {owner_of(value)}" for value in lost]
                 raise NotInEffect(
                     "somebody took it out of effect, or imported its target past the import hook",
                     patch_id=name,
+                    symbol=record.entry.target if record is not None else None,
+                    found=", ".join(over) or "its module was imported anew",
                     todo="see what assigns to its target, reloads its module or replaces sys.meta_path",
                 )
 
@@ -310,6 +367,7 @@ class PatchSet:
     def _use_lock(self) -> Lock | None:
         if self._lock is None:
             self._lock = self._find_lock()
+            self._journal.manifest = self._lock.manifest.name if self._lock is not None else ""
         return self._lock
 
     def _need_lock(self) -> Lock:
@@ -330,31 +388,11 @@ class PatchSet:
             error, traceback = self._failure
             raise error.with_traceback(traceback)
 
-    def _sticky(self) -> _Sticky:
+    def _sticky(self) -> Sticky:
         generation = self._generation
 
         def fail(error: PatchError) -> None:
             if self._failure is None and self._generation == generation:
                 self._failure = (error, error.__traceback__)
 
-        return _Sticky(fail)
-
-
-class _Sticky:
-    """Keeps the `PatchError` that leaves its block, and makes one of any other exception."""
-
-    def __init__(self, fail: Callable[[PatchError], None]) -> None:
-        self._fail = fail
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if isinstance(error, PatchError):
-            self._fail(error)
-        elif isinstance(error, Exception):
-            wrapped = PatchError("the set could not be put in effect", found=f"{type(error).__name__}: {error}")
-            self._fail(wrapped)
-            raise wrapped from error
+        return Sticky(fail)

@@ -1,5 +1,7 @@
 """Asks the `remove_when` functions, in a process of their own: they may import the package, and need it unpatched.
 
+Traced entries that patch something are tried under torch.compile, in another one (`compile_probe`).
+
 `python -m afdpatch.registry.probe FILE NAME...` writes a JSON object: for each name true, false or an error's text.
 """
 
@@ -11,8 +13,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from afdpatch.registry.manifest import Entry
 
@@ -20,27 +23,74 @@ TIMEOUT_S = 600
 
 
 def run_probes(entries: Iterable[Entry]) -> dict[str, bool | str]:
-    """Asks each entry's `remove_when`, all in one other process.
+    """Asks each entry's `remove_when`, and tries each traced entry under torch.compile.
 
     Returns:
-        For each entry that has one: true if the entry is obsolete, false if not, or why that is not known.
+        For each entry that has either: true if the entry is obsolete, false if it is fine, or an error's text: why that
+        is not known, or, beginning with `torch.compile: `, why compiled code would not run the replacement.
     """
-    names = {entry.id: entry.remove_when for entry in entries if entry.remove_when}
+    entries = list(entries)
+    results = _removals({entry.id: entry.remove_when for entry in entries if entry.remove_when})
+    compiled = compile_probes(entry for entry in entries if entry.path == "traced" and entry.patches_target)
+    for name, outcome in compiled.items():
+        if outcome is not True:
+            results[name] = f"torch.compile: {outcome}"
+        else:
+            results.setdefault(name, False)
+    return results
+
+
+def _removals(names: Mapping[str, str]) -> dict[str, bool | str]:
     if not names:
         return {}
+    found, error = _answer([*dict.fromkeys(names.values())], "afdpatch.registry.probe")
+    if error:
+        return dict.fromkeys(names, error)
+    return {entry_id: found[name] for entry_id, name in names.items()}
+
+
+def compile_probes(entries: Iterable[Entry], forms: Mapping[str, str] | None = None) -> dict[str, bool | str]:
+    """Tries traced entries under torch.compile.
+
+    Args:
+        entries: what to try.
+        forms: each target's form, by the entry's id; left out: every form is tried.
+
+    Returns:
+        For each entry true, or why its replacement would not run in compiled code.
+    """
+    entries = list(entries)
+    if not entries:
+        return {}
+    jobs = []
+    for entry in entries:
+        every = ("method", "staticmethod", "classmethod", "property") if "." in entry.qualname else ("function",)
+        for form in [forms[entry.id]] if forms is not None else every:
+            jobs.append((entry.id, [entry.replacement, entry.kind, form]))
+    found, error = _answer([], "afdpatch.registry.compile_probe", json.dumps([job for _, job in jobs]))
+    if error:
+        return dict.fromkeys((entry.id for entry in entries), error)
+    results: dict[str, bool | str] = {}
+    for (name, _), outcome in zip(jobs, found, strict=True):
+        if results.get(name, True) is True:
+            results[name] = outcome
+    return results
+
+
+def _answer(arguments: Sequence[str], module: str, given: str = "") -> tuple[Any, str | None]:
+    """What a module run in another process answers, or why it gave no answer."""
     # The answer goes through a file: the package may print what it likes.
     with tempfile.TemporaryDirectory(prefix="afdpatch-probe-") as folder:
         answer = Path(folder, "answer.json")
-        command = [sys.executable, "-m", "afdpatch.registry.probe", str(answer), *dict.fromkeys(names.values())]
+        command = [sys.executable, "-m", module, str(answer), *arguments]
         try:
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)
+            done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return dict.fromkeys(names, f"no answer in {TIMEOUT_S} s")
+            return None, f"no answer in {TIMEOUT_S} s"
         if not answer.is_file():
             last = (done.stderr.strip() or "no message").splitlines()[-1]
-            return dict.fromkeys(names, f"the probe's process ended with {done.returncode}: {last}")
-        results: dict[str, bool | str] = json.loads(answer.read_text(encoding="utf-8"))
-    return {entry_id: results[name] for entry_id, name in names.items()}
+            return None, f"the probe's process ended with {done.returncode}: {last}"
+        return json.loads(answer.read_text(encoding="utf-8")), None
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -47,6 +47,11 @@ class Verdict(str, Enum):
     """Everything is as it was pinned."""
 
     @property
+    def meaning(self) -> str:
+        """What the verdict says, in a sentence."""
+        return _MEANINGS[self]
+
+    @property
     def error(self) -> type[PatchError]:
         """The error that stands for this verdict at run time."""
         return _ERRORS[self]
@@ -71,6 +76,17 @@ _ERRORS: dict[Verdict, type[PatchError]] = {
     Verdict.OBSOLETE: Obsolete,
     Verdict.PROBE_FAILED: PatchError,
     Verdict.OK: PatchError,
+}
+
+
+_MEANINGS: dict[Verdict, str] = {
+    Verdict.OTHER_VERSION: "The package is another release, or reports another commit, than the pinned one.",
+    Verdict.ABSENT: "A target, a relied-on symbol or a holder isn't where it was pinned.",
+    Verdict.STALE_LOCK: "The manifest was edited after the lock was made.",
+    Verdict.DRIFTED: "A target or a relied-on symbol changed, or a holder no longer holds its target.",
+    Verdict.OBSOLETE: "The reason for the patch is gone.",
+    Verdict.PROBE_FAILED: "The function that tells whether the patch is still needed could not be evaluated.",
+    Verdict.OK: "Everything is as it was pinned.",
 }
 
 
@@ -181,6 +197,19 @@ class Report:
         own = [finding.verdict for finding in self.findings]
         return Verdict.gravest([*own, *(entry.verdict for entry in self.entries)])
 
+    def all_findings(self) -> Iterator[tuple[str | None, Finding]]:
+        """Every finding with its entry's id; those of the whole set come first, with None."""
+        yield from ((None, finding) for finding in self.findings)
+        for entry in self.entries:
+            yield from ((entry.entry.id, finding) for finding in entry.findings)
+
+    @property
+    def summary(self) -> str:
+        """How it ended, in a line."""
+        failed = sum(entry.verdict is not Verdict.OK for entry in self.entries)
+        counts = f"{len(self.entries)} entries, {failed} with findings"
+        return f"{self.verdict.value}: {counts}; manifest {self.lock.digest[:12]}"
+
     @property
     def commit_by(self) -> str:
         """How the pinned commit was established: `reported`, `file-hashes`, or `none` if it was not."""
@@ -193,7 +222,7 @@ class Report:
         """`commit_by` in words."""
         count = len(self.lock.files)
         if self.identity.commit is not None:
-            return f"{self.lock.manifest.package}/_version.py reports {self.identity.commit}"
+            return f"{self.identity.commit_by} reports {self.identity.commit}"
         if not self.changed_files:
             return f"no commit is reported; all {count} pinned files have the hashes pinned for it"
         more = f" and {len(self.changed_files) - 1} more" if len(self.changed_files) > 1 else ""
@@ -201,7 +230,7 @@ class Report:
         return f"no commit is reported; {changed}: {self.changed_files[0]}{more}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON. docs/patches.md describes it; `format` grows when its meaning changes."""
+        """Plain data, for JSON: manifests/schemas/verify.json; `format` grows when the meaning of a key changes."""
         manifest = self.lock.manifest
         return {
             "format": FORMAT,

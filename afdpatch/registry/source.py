@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 
 from afdpatch.registry import fingerprint
+from afdpatch.registry.files import DirectoryFiles, Files, SourceError
+from afdpatch.registry.scope import Binding, alias_of, bindings, kind_of
 
 
 class SymbolAbsent(LookupError):
@@ -43,6 +45,8 @@ class Symbol:
         body: fingerprint of what it does.
         interface: fingerprint of how it is used.
         files: every file that was read to find it.
+        words: in a lock, the longest identifiers of what it does, by which a file that may hold the same body elsewhere
+            is known; empty elsewhere.
     """
 
     name: str
@@ -54,12 +58,7 @@ class Symbol:
     body: str
     interface: str
     files: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Binding:
-    node: ast.stmt
-    guard: str
+    words: tuple[str, ...] = ()
 
 
 class SourceFile:
@@ -68,16 +67,18 @@ class SourceFile:
     Attributes:
         module: the module's name.
         file: its path from the directory that holds the package, with slashes.
-        path: its path.
-        sha256: its hash.
+        data: its bytes.
     """
 
-    def __init__(self, module: str, file: str, path: Path) -> None:
+    def __init__(self, module: str, file: str, data: bytes) -> None:
         self.module = module
         self.file = file
-        self.path = path
-        self._data = path.read_bytes()
-        self.sha256 = hashlib.sha256(self._data).hexdigest()
+        self.data = data
+
+    @cached_property
+    def sha256(self) -> str:
+        """The hash of its bytes."""
+        return hashlib.sha256(self.data).hexdigest()
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -87,15 +88,15 @@ class SourceFile:
             SymbolAbsent: this Python cannot parse the file.
         """
         try:
-            return ast.parse(self._data, filename=str(self.path))
-        except SyntaxError as error:
+            return ast.parse(self.data, filename=self.file)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise SymbolAbsent(f"{self.file} cannot be parsed: {error}") from error
 
     @cached_property
-    def _bindings(self) -> dict[str, list[_Binding]]:
-        return _bindings(self.tree.body)
+    def _bindings(self) -> dict[str, list[Binding]]:
+        return bindings(self.tree.body)
 
-    def top(self, name: str) -> list[_Binding]:
+    def top(self, name: str) -> list[Binding]:
         """The bindings of a name at the module's top level."""
         return self._bindings.get(name, [])
 
@@ -104,7 +105,7 @@ class SourceFile:
         if not node.level:
             return node.module or ""
         parts = self.module.split(".")
-        drop = node.level - (1 if self.path.name == "__init__.py" else 0)
+        drop = node.level - (1 if self.file.endswith("/__init__.py") else 0)
         base = parts[: len(parts) - drop] if drop else parts
         return ".".join([*base, *([node.module] if node.module else [])])
 
@@ -127,14 +128,21 @@ class SourceFile:
 class SourceTree:
     """The source of one package.
 
+    Args:
+        package: the package's name.
+        root: the directory that holds the package's folder, or the archive or repository that does.
+        files: where the files come from; left out: from the directory `root`.
+
     Attributes:
         package: the package's name.
-        root: the directory that holds the package's folder.
+        root: as given.
+        files: as given.
     """
 
-    def __init__(self, package: str, root: Path) -> None:
+    def __init__(self, package: str, root: Path, files: Files | None = None) -> None:
         self.package = package
         self.root = root
+        self.files: Files = DirectoryFiles(package, root) if files is None else files
         self._files: dict[str, SourceFile | None] = {}
 
     @classmethod
@@ -163,23 +171,61 @@ class SourceTree:
             return cls(package, directory.parent)
         raise FileNotFoundError(f"{directory} neither holds a folder {package!r} with __init__.py nor is one")
 
+    @classmethod
+    def open(cls, package: str, source: str) -> SourceTree:
+        """The source that a text names: a directory, a wheel, an sdist, or `git:DIR@REV` (`git:DIR`: its HEAD).
+
+        Raises:
+            SourceError: there is none.
+            FileNotFoundError: the directory doesn't hold the package.
+        """
+        if source.startswith("git:"):
+            from afdpatch.registry.gitfiles import GitFiles, GitRepository
+
+            place, at, revision = source.removeprefix("git:").rpartition("@")
+            directory = Path(place if at else revision)
+            repository = GitRepository(directory)
+            return cls(package, directory, GitFiles(package, repository, repository.commit(revision if at else "HEAD")))
+        path = Path(source)
+        if path.is_dir():
+            return cls.at(package, path)
+        if not path.is_file():
+            raise SourceError(f"{source} is neither a directory nor a file, nor does it begin with git:")
+        from afdpatch.registry.archives import SdistFiles, WheelFiles
+
+        archive = WheelFiles(package, path) if path.suffix in (".whl", ".zip") else SdistFiles(package, path)
+        return cls(package, path, archive)
+
+    @property
+    def label(self) -> str:
+        """What to call the source in reports."""
+        return self.files.label
+
+    @cached_property
+    def contents(self) -> tuple[tuple[str, bytes], ...]:
+        """Every Python file of the package: its path and its bytes. For searches; some 40 MB for vLLM."""
+        return tuple(self.files.read_all(self.files.python_files()))
+
     def file(self, module: str) -> SourceFile | None:
         """A module's source, or None if the tree has no such file."""
         if module not in self._files:
             stem = module.replace(".", "/")
-            found = None
-            for file in (f"{stem}.py", f"{stem}/__init__.py"):
-                if (self.root / file).is_file():
-                    found = SourceFile(module, file, self.root / file)
-                    break
-            self._files[module] = found
+            self._files[module] = self._load(module, f"{stem}.py") or self._load(module, f"{stem}/__init__.py")
         return self._files[module]
+
+    def _load(self, module: str, file: str) -> SourceFile | None:
+        data = self.files.read(file)
+        return None if data is None else SourceFile(module, file, data)
+
+    def source(self, file: str) -> SourceFile | None:
+        """The source of a file given by its path from the root, or None if there is no such file."""
+        found = self.file(module_of(file))
+        return found if found is not None and found.file == file else None
 
     def sha256(self, file: str) -> str | None:
         """The hash of a file given by its path from the root, or None if there is no such file."""
-        module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        source = self.file(module)
-        return source.sha256 if source is not None and source.file == file else None
+        source = self.source(file)
+        return source.sha256 if source is not None else None
 
     def constants(self, module: str) -> dict[str, object]:
         """The names of a module that are plainly assigned a literal at its top level."""
@@ -201,10 +247,26 @@ class SourceTree:
             SymbolMoved: the module only imports it.
             SymbolAbsent: the module has no such name.
         """
-        return _resolve(self, symbol, symbol, ())
+        return _resolve(self, symbol, symbol, ())[0]
+
+    def nodes(self, symbol: str) -> tuple[SourceFile, list[ast.stmt]]:
+        """The file and the syntax trees of a symbol's definitions. Raises as `resolve` does."""
+        found, nodes = _resolve(self, symbol, symbol, ())
+        source = self.source(found.file)
+        assert source is not None, found.file
+        return source, nodes
+
+    def definition(self, module: str, qualname: str) -> str:
+        """Where a name of a module is defined: `from x import y` is followed as far as it can be."""
+        return _definition(self, module, qualname)
 
 
-def _resolve(tree: SourceTree, asked: str, symbol: str, seen: tuple[str, ...]) -> Symbol:
+def module_of(file: str) -> str:
+    """The module that a file, given by its path from the root, is the source of."""
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _resolve(tree: SourceTree, asked: str, symbol: str, seen: tuple[str, ...]) -> tuple[Symbol, list[ast.stmt]]:
     if symbol in seen:
         raise SymbolAbsent(f"{symbol} leads back to itself")
     module, _, qualname = symbol.partition(":")
@@ -215,7 +277,7 @@ def _resolve(tree: SourceTree, asked: str, symbol: str, seen: tuple[str, ...]) -
     owners: list[ast.ClassDef] = []
     parts = qualname.split(".")
     for index, part in enumerate(parts):
-        found = _bindings(owners[-1].body).get(part, []) if owners else source.top(part)
+        found = bindings(owners[-1].body).get(part, []) if owners else source.top(part)
         defined = [item for item in found if not isinstance(item.node, ast.Import | ast.ImportFrom)]
         if not defined and owners:
             return _inherited(tree, asked, symbol, source, owners[-1], ".".join(parts[index:]), (*seen, symbol))
@@ -229,8 +291,8 @@ def _resolve(tree: SourceTree, asked: str, symbol: str, seen: tuple[str, ...]) -
                 )
             owners.append(owner)
     nodes = [item.node for item in defined]
-    kind, decorators = _kind(nodes[-1])
-    return Symbol(
+    kind, decorators = kind_of(nodes[-1])
+    result = Symbol(
         name=asked,
         defined_as=symbol,
         kind=kind,
@@ -241,6 +303,7 @@ def _resolve(tree: SourceTree, asked: str, symbol: str, seen: tuple[str, ...]) -
         interface=fingerprint.interface(nodes, [item.guard for item in defined], owners),
         files=files,
     )
+    return result, nodes
 
 
 def _file_of(tree: SourceTree, symbol: str) -> str:
@@ -250,7 +313,7 @@ def _file_of(tree: SourceTree, symbol: str) -> str:
 
 def _inherited(
     tree: SourceTree, asked: str, symbol: str, source: SourceFile, owner: ast.ClassDef, rest: str, seen: tuple[str, ...]
-) -> Symbol:
+) -> tuple[Symbol, list[ast.stmt]]:
     """Looks for an attribute in the bases of a class, in their order (not the full method resolution order)."""
     for base in owner.bases:
         where = _class_of(tree, source, base)
@@ -280,13 +343,13 @@ def _class_of(tree: SourceTree, source: SourceFile, base: ast.expr) -> str | Non
         node = item.node
         if isinstance(node, ast.ImportFrom):
             module = source.absolute(node)
-            name = _alias(node, base.id).name
+            name = alias_of(node, base.id).name
             if tree.file(module) is not None and tree.file(f"{module}.{name}") is None:
                 return _definition(tree, module, ".".join([name, *names]))
             if names and tree.file(f"{module}.{name}") is not None:
                 return _definition(tree, f"{module}.{name}", ".".join(names))
         if isinstance(node, ast.Import) and names:
-            alias = _alias(node, base.id)
+            alias = alias_of(node, base.id)
             dotted = [*(alias.name if alias.asname else base.id).split("."), *names]
             for cut in range(len(dotted) - 1, 0, -1):
                 if tree.file(".".join(dotted[:cut])) is not None:
@@ -294,26 +357,30 @@ def _class_of(tree: SourceTree, source: SourceFile, base: ast.expr) -> str | Non
     return None
 
 
-def _definition(tree: SourceTree, module: str, qualname: str, hops: int = 0) -> str:
+def _definition(tree: SourceTree, module: str, qualname: str, seen: tuple[str, ...] = ()) -> str:
     """Follows `from x import y` from a module to the one that defines a name; stops where it can't be followed."""
     source = tree.file(module)
+    here = f"{module}:{qualname}"
     first, _, rest = qualname.partition(".")
-    if source is not None and hops < 20:
-        found = source.top(first)
-        if all(isinstance(item.node, ast.ImportFrom) for item in found):
-            for item in found:
-                if isinstance(item.node, ast.ImportFrom):
-                    name = _alias(item.node, first).name
-                    onward = f"{name}.{rest}" if rest else name
-                    return _definition(tree, source.absolute(item.node), onward, hops + 1)
-            for star in source.starred():
-                other = tree.file(star)
-                if other is not None and other.top(first):
-                    return _definition(tree, star, qualname, hops + 1)
-    return f"{module}:{qualname}"
+    if source is None or here in seen:
+        return here
+    nodes = [item.node for item in source.top(first)]
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    if len(imports) < len(nodes):
+        return here
+    if imports:
+        name = alias_of(imports[0], first).name
+        onward = f"{name}.{rest}" if rest else name
+        return _definition(tree, source.absolute(imports[0]), onward, (*seen, here))
+    for star in source.starred():
+        there, _, name = _definition(tree, star, qualname, (*seen, here)).partition(":")
+        other = tree.file(there)
+        if other is not None and other.top(name.partition(".")[0]):
+            return f"{there}:{name}"
+    return here
 
 
-def _imported(tree: SourceTree, source: SourceFile, name: str, rest: str, found: Sequence[_Binding]) -> SymbolAbsent:
+def _imported(tree: SourceTree, source: SourceFile, name: str, rest: str, found: Sequence[Binding]) -> SymbolAbsent:
     qualname = f"{name}.{rest}" if rest else name
     definition = _definition(tree, source.module, qualname)
     if definition != f"{source.module}:{qualname}":
@@ -321,61 +388,3 @@ def _imported(tree: SourceTree, source: SourceFile, name: str, rest: str, found:
     if found:
         return SymbolAbsent(f"{source.file}:{found[-1].node.lineno} imports {name!r} as a module")
     return SymbolAbsent(f"{source.file} has no {name!r}")
-
-
-def _alias(node: ast.Import | ast.ImportFrom, bound: str) -> ast.alias:
-    return next(alias for alias in node.names if _bound(node, alias) == bound)
-
-
-def _bound(node: ast.stmt, alias: ast.alias) -> str:
-    name = alias.asname or alias.name
-    return name.partition(".")[0] if isinstance(node, ast.Import) and not alias.asname else name
-
-
-def _kind(node: ast.stmt) -> tuple[str, int]:
-    if isinstance(node, ast.ClassDef):
-        return "class", len(node.decorator_list)
-    if not isinstance(node, fingerprint.Function):
-        return "value", 0
-    names = [decorator.id if isinstance(decorator, ast.Name) else "" for decorator in node.decorator_list]
-    attributes = [decorator.attr if isinstance(decorator, ast.Attribute) else "" for decorator in node.decorator_list]
-    for name in ("staticmethod", "classmethod"):
-        if name in names:
-            return name, len(names) - 1
-    if {"property", "cached_property"} & {*names, *attributes} or {"setter", "deleter", "getter"} & set(attributes):
-        return "property", len(names)
-    return "function", len(names)
-
-
-def _bindings(statements: Sequence[ast.stmt]) -> dict[str, list[_Binding]]:
-    """Every binding of every name in a scope, in the order of the source; `if`, `try`, `with` and loops are entered."""
-    table: dict[str, list[_Binding]] = {}
-    for node, guard in _statements(statements, ""):
-        for name in _names(node):
-            table.setdefault(name, []).append(_Binding(node, guard))
-    return table
-
-
-def _statements(statements: Sequence[ast.stmt], guard: str) -> Iterator[tuple[ast.stmt, str]]:
-    for node in statements:
-        yield node, guard
-        if isinstance(node, (*fingerprint.Function, ast.ClassDef)):
-            continue
-        kind = type(node).__name__
-        test = fingerprint.normalise(node.test) if isinstance(node, ast.If | ast.While) else ""
-        for field in ("body", "orelse", "finalbody"):
-            yield from _statements(getattr(node, field, []), f"{guard}/{kind}.{field} {test}")
-        for handler in getattr(node, "handlers", []):
-            yield from _statements(handler.body, f"{guard}/{kind}.except {fingerprint.normalise(handler.type)}")
-
-
-def _names(node: ast.stmt) -> Iterator[str]:
-    if isinstance(node, (*fingerprint.Function, ast.ClassDef)):
-        yield node.name
-    elif isinstance(node, ast.Import | ast.ImportFrom):
-        yield from (_bound(node, alias) for alias in node.names)
-    elif isinstance(node, ast.Assign):
-        stored = (name for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name))
-        yield from (name.id for name in stored if isinstance(name.ctx, ast.Store))
-    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        yield node.target.id

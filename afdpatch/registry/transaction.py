@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
 from afdpatch.registry.build import Built, build
-from afdpatch.registry.errors import NotInEffect, PatchError, TargetAbsent
-from afdpatch.registry.journal import Journal, Record
+from afdpatch.registry.errors import Conflict, NotInEffect, PatchError, TargetAbsent
+from afdpatch.registry.forms import describe, loaded, owner_of
+from afdpatch.registry.journal import Journal, Record, claimed
 from afdpatch.registry.lock import Lock
 from afdpatch.registry.manifest import Entry
 from afdpatch.registry.source import SourceTree, Symbol
@@ -51,12 +51,14 @@ def transact(
             built.append(build(entry, module, symbols[entry.id], tree))
     records: list[Record] = []
     try:
+        journal.check_conflicts(entries)
         for item in built:
             if item.install is not None:
                 records.append(_installed(item))
         # Nothing is imported while the lock is held: import hooks of other threads wait for it.
         with journal.lock:
             if wanted():
+                journal.check_conflicts(entries)
                 for item in built:
                     _fill(item, records)
                 _read_back(records, lock.manifest.package)
@@ -101,15 +103,34 @@ def _installed(item: Built) -> Record:
             expected="a function without arguments",
             found=repr(undo),
         )
-    return Record(item.entry.id, undo=undo)
+    return Record(item.entry, undo=undo)
 
 
 def _fill(item: Built, records: list[Record]) -> None:
     """Fills an entry's slots; its record is in the list before anything is touched."""
-    if item.slot is None:
+    if item.slot is None or item.target is None:
         return
-    record = Record(item.entry.id, module=item.module, original=item.original, slots=[item.slot])
+    target, current = item.target, vars(item.target.owner).get(item.target.name, item.target.raw)
+    record = Record(item.entry, item.module, target.original, [item.slot], names=target.names)
     records.append(record)
+    if current is not target.raw:
+        raise Conflict(
+            f"changed by {owner_of(current)} while it was being patched",
+            patch_id=item.entry.id,
+            symbol=item.entry.target,
+            found=describe(current),
+            todo="let one patch begin when the other has ended",
+        )
+    after = item.slot.after
+    if target.names is None and (
+        claimed(after) or any(other.slots[0].after is after for other in records[:-1] if other.slots)
+    ):
+        raise Conflict(
+            "its replacement stands in another target already, and could not be told from it when it is taken back",
+            patch_id=item.entry.id,
+            symbol=item.entry.replacement,
+            todo="give each target a replacement of its own",
+        )
     item.slot.fill()
     for holder in item.entry.holders:
         record.sweep(holder)
@@ -117,15 +138,11 @@ def _fill(item: Built, records: list[Record]) -> None:
 
 def _read_back(records: Sequence[Record], package: str) -> None:
     """Makes sure that every slot holds ours, and that no module of the package still holds an original."""
-    loaded = [
-        (name, module)
-        for name, module in list(sys.modules.items())
-        if name.partition(".")[0] == package and isinstance(module, ModuleType)
-    ]
+    modules = loaded(package)
     for record in records:
         if not record.holds:
             raise NotInEffect("it was assigned but isn't there", patch_id=record.entry_id)
-        left = [name for name, module in loaded if record.original is not None and record.names_in(module)]
+        left = [name for name, module in modules if record.slots and record.names_in(module)]
         if left:
             raise NotInEffect(
                 "modules that are not among its holders hold the original",

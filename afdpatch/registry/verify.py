@@ -6,11 +6,13 @@ anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from afdpatch.registry.census import holders_of
 from afdpatch.registry.identity import Identity
 from afdpatch.registry.lock import Lock, manifest_digest
 from afdpatch.registry.manifest import Entry, Manifest
+from afdpatch.registry.moved import Candidate, find_moved
 from afdpatch.registry.report import EntryReport, Finding, Report, Verdict
 from afdpatch.registry.source import SourceTree, Symbol, SymbolAbsent, SymbolMoved
 
@@ -37,12 +39,13 @@ def verify(
     entries = []
     for entry in lock.manifest.entries:
         found, here = check_entry(entry, lock, tree)
+        found += _new_holders(entry, lock, tree)
         found += _probe_findings(entry, (probes or {}).get(entry.id, False))
         symbol = here.get(entry.target, lock.symbols[entry.target])
         entries.append(EntryReport(entry=entry, file=symbol.file, line=symbol.line, findings=tuple(found)))
     return Report(
         lock=lock,
-        source=str(tree.root),
+        source=tree.label,
         identity=identity,
         changed_files=changed,
         findings=tuple(findings),
@@ -74,7 +77,9 @@ def check_entry(
         try:
             here[name] = tree.resolve(name)
         except SymbolAbsent as error:
-            findings.append(_absent(name, pinned, error))
+            # A whole search is worth its time for people, not for a process that fails anyway.
+            moved = () if trust_hashes or isinstance(error, SymbolMoved) else find_moved(tree, pinned)
+            findings.append(_absent(name, pinned, error, moved))
             continue
         findings += _compare(name, pinned, here[name], "target" if name == entry.target else "relied-on symbol")
     for holder in entry.holders:
@@ -82,8 +87,10 @@ def check_entry(
     return findings, here
 
 
-def _absent(name: str, pinned: Symbol, error: SymbolAbsent) -> Finding:
+def _absent(name: str, pinned: Symbol, error: SymbolAbsent, moved: Sequence[Candidate]) -> Finding:
     todo = "find what became of it and port the patch, then `afdpatch pin`"
+    if moved:
+        todo = f"see whether it went to {' or '.join(map(str, moved))}; port the patch, then `afdpatch pin`"
     if isinstance(error, SymbolMoved):
         todo = f"read what changed, write {error.definition} in the manifest, then `afdpatch pin`"
     return Finding(
@@ -137,18 +144,44 @@ def _check_holder(entry: Entry, holder: str, lock: Lock, tree: SourceTree, trust
     return [Finding(Verdict.DRIFTED, message, expected, found, todo, symbol=holder, file=source.file, line=1)]
 
 
+def new_holders(entry: Entry, lock: Lock, tree: SourceTree) -> tuple[str, ...]:
+    """The modules that hold a patched function in a tree and didn't when it was pinned."""
+    if entry.target not in lock.holders:
+        return ()
+    return tuple(name for name in holders_of(tree, entry.target) if name not in lock.holders[entry.target])
+
+
+def _new_holders(entry: Entry, lock: Lock, tree: SourceTree) -> list[Finding]:
+    findings = []
+    for name in new_holders(entry, lock, tree):
+        source = tree.file(name)
+        findings.append(
+            Finding(
+                verdict=Verdict.DRIFTED,
+                message="a module holds the target that didn't",
+                expected=f"held by {', '.join(lock.holders[entry.target]) or 'no module'}",
+                found=f"{name} imports it too, and would keep the original",
+                todo="add it to the entry's holders, then `afdpatch pin`",
+                symbol=name,
+                file=source.file if source is not None else None,
+                line=1,
+            )
+        )
+    return findings
+
+
 def _version_findings(lock: Lock, identity: Identity, tree: SourceTree, changed: tuple[str, ...]) -> list[Finding]:
     manifest = lock.manifest
     if not identity.versions and identity.commit is None and not changed:
         return []  # A checkout without _version.py: its files say which release it is.
     commit_differs = identity.has_commit(manifest.commit) is False
-    if identity.version == manifest.version and not commit_differs:
+    if identity.is_release(manifest.version, manifest.commit):
         return []
     found = f"{identity}, commit {identity.commit}" if commit_differs else str(identity)
     return [
         Finding(
             verdict=Verdict.OTHER_VERSION,
-            message=f"{tree.root / manifest.package} is another release than the pinned one",
+            message=f"{tree.label}: another release than the pinned one",
             expected=f"{manifest.package} {manifest.version} at commit {manifest.commit}",
             found=found,
             todo=f"install {manifest.package} {manifest.version}, or port the manifest, then `afdpatch pin`",
@@ -177,15 +210,17 @@ def _probe_findings(entry: Entry, outcome: bool | str) -> list[Finding]:
     if outcome is False:
         return []
     verdict = Verdict.OBSOLETE if outcome is True else Verdict.PROBE_FAILED
+    compiled = str(outcome).startswith("torch.compile: ")
+    what = "the probe under torch.compile" if compiled else "the probe of its remove_when"
     return [
         Finding(
             verdict=verdict,
-            message="the reason for the patch is gone" if outcome is True else "its remove_when could not be evaluated",
+            message="the reason for the patch is gone" if outcome is True else f"{what} failed",
             expected="false",
             found="true" if outcome is True else str(outcome),
             todo="remove the entry and its code, then `afdpatch pin`"
             if outcome is True
-            else f"run {entry.remove_when}",
-            symbol=entry.remove_when,
+            else f"run {entry.replacement if compiled else entry.remove_when}",
+            symbol=entry.replacement if compiled else entry.remove_when,
         )
     ]

@@ -43,6 +43,7 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
         for key in case.get("env", {}):
             del os.environ[key]
         os.environ.pop("AFDPATCH_STATUS_PAGE", None)
+        os.environ.pop("AFDPATCH_ROLL", None)
         afdpatch.patchset.undo()
         afdpatch.patchset.arm()
 

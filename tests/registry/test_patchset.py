@@ -107,17 +107,13 @@ def test_a_holder_that_imports_the_target_gets_ours(world: World) -> None:
 
 def test_a_later_holder_that_got_the_original_elsewhere_gets_ours(world: World) -> None:
     world.write(
-        f"{world.package}/user.py", "import kept\nfree = kept.free\ndef late():\n    from PKG.core import free\n"
+        f"{world.package}/user.py", "import OURS\nfree = OURS.kept\ndef late():\n    from PKG.core import free\n"
     )
     core = world.load("PKG.core")
-    kept = type(sys)("kept")
-    kept.free = core.free  # type: ignore[attr-defined]
-    sys.modules["kept"] = kept
-    try:
-        world.patchset(always(world, holders=["PKG.user"])).arm()
-        assert world.load("PKG.user").free is core.free is not kept.free  # type: ignore[attr-defined]
-    finally:
-        del sys.modules["kept"]
+    ours = world.load("OURS")
+    ours.kept = core.free
+    world.patchset(always(world, holders=["PKG.user"])).arm()
+    assert world.load("PKG.user").free is core.free is not ours.kept
 
 
 def test_a_holder_that_is_not_listed_is_an_error_that_names_it(world: World) -> None:
@@ -416,6 +412,7 @@ def test_a_process_attests_what_it_has(world: World) -> None:
         "process": "worker",
         "processes": ["worker"],
         "pid": os.getpid(),
+        "start_method": "exec",
         "digest": patches.digest,
         "failure": None,
         "states": {"core.free": "applied", "core.engine-run": "applied"},

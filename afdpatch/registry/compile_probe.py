@@ -1,0 +1,140 @@
+"""Shows that what is installed in the place of a traced function is what torch.compile runs.
+
+`python -m afdpatch.registry.compile_probe FILE` reads a JSON list of `[replacement, kind, form]` from stdin and writes
+for each true or an error's text. torch is imported here only, in a process of its own.
+
+Each entry is tried twice. A stand-in of the target's form (function, method, static or class method, property) is put
+in effect the way `PatchSet` does it, around a marker, and run eagerly and compiled (fullgraph, backend "eager"): both
+must give the marker. And Dynamo is asked whether it would trace or skip the function that the entry really installs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+MARK = 100.0
+
+
+def main(answer: str) -> None:
+    """Tries what stdin names, and writes the answers to a file."""
+    results: list[bool | str] = []
+    for replacement, kind, form in json.load(sys.stdin):
+        try:
+            probe(form)
+            probe_replacement(replacement, kind)
+            results.append(True)
+        except Exception as error:
+            results.append(f"{type(error).__name__}: {error}".splitlines()[0])
+    temporary = Path(f"{answer}.new")
+    temporary.write_text(json.dumps(results), encoding="utf-8")
+    temporary.replace(answer)
+
+
+def install(owner: Any, name: str, wrap: Callable[[Any], Any] | None = None) -> None:
+    """Puts a function that adds the marker in the place of another, in the same form, as a transaction would."""
+    from afdpatch.registry import forms
+    from afdpatch.registry.journal import Slot
+
+    raw = vars(owner)[name]
+    original = forms.function_of(raw)
+
+    def marked(*args: Any) -> Any:
+        return original(*args) + MARK
+
+    made: Any = marked if wrap is None else wrap(original)
+    if not isinstance(made, FunctionType) or type(made) is not FunctionType:
+        Slot(owner, name, made).fill()
+        return
+    Slot(owner, name, forms.shaped(raw, owner, name, made)).fill()
+
+
+def stand_in(form: str) -> tuple[Any, str, Callable[[Any], Any]]:
+    """A fresh target of a form: its owner, its name, and a function of one tensor that uses it."""
+    if form == "function":
+        import types
+
+        module = types.ModuleType("afdpatch_probe")
+        exec("def target(x):\n    return x + 1\n", vars(module))
+        return module, "target", lambda x: module.target(x) * 2
+
+    class Owner:
+        def __init__(self) -> None:
+            self.value: Any = None
+
+        def target(self, x: Any) -> Any:
+            return x + 1
+
+    if form == "staticmethod":
+        Owner.target = staticmethod(lambda x: x + 1)  # type: ignore[method-assign,assignment]
+    elif form == "classmethod":
+        Owner.target = classmethod(lambda cls, x: x + 1)  # type: ignore[method-assign,assignment]
+    elif form == "property":
+        Owner.target = property(lambda self: self.value + 1)  # type: ignore[method-assign,assignment]
+    instance = Owner()
+
+    def use(x: Any) -> Any:
+        if form == "property":
+            instance.value = x
+            return instance.target * 2  # type: ignore[operator]
+        return instance.target(x) * 2
+
+    return Owner, "target", use
+
+
+def probe(form: str, wrap: Callable[[Any], Any] | None = None) -> None:
+    """Tries one form.
+
+    Args:
+        form: `function`, `method`, `staticmethod`, `classmethod` or `property`.
+        wrap: what to install, given the original; None: a plain function around it.
+
+    Raises:
+        AssertionError: the compiled run isn't the eager one, or the eager one isn't the patched one.
+        Exception: torch.compile couldn't trace it.
+    """
+    import torch
+
+    owner, name, use = stand_in(form)
+    install(owner, name, wrap)
+    x = torch.ones(3)
+    eager = use(x)
+    compiled = torch.compile(use, fullgraph=True, backend="eager")(x)
+    if not torch.equal(eager, (x + 1 + MARK) * 2):
+        raise AssertionError(f"{form}: the eager run gives {eager[0]:g}, not the patched {(2 + MARK) * 2:g}")
+    if not torch.equal(compiled, eager):
+        raise AssertionError(f"{form}: compiled, it gives {compiled[0]:g}; eagerly, {eager[0]:g}")
+
+
+def probe_replacement(replacement: str, kind: str) -> None:
+    """Asks Dynamo whether it would skip the function that an entry really installs.
+
+    Raises:
+        AssertionError: it would, or torch.compile is told to leave it out.
+    """
+    import importlib
+
+    from torch._dynamo import trace_rules
+
+    module, _, qualname = replacement.partition(":")
+    value: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        value = getattr(value, part)
+    if kind == "wrap":
+
+        def original(*args: Any, **kwargs: Any) -> Any:
+            return None
+
+        value = value(original)
+    if getattr(value, "_torchdynamo_disable", False):
+        raise AssertionError(f"{replacement} is marked with torch.compiler.disable")
+    if trace_rules.check(value):
+        raise AssertionError(f"{replacement}: Dynamo skips the functions of {value.__code__.co_filename}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,59 @@
+"""Every process of a server says which patches are in effect in it; /health answers 503 until all say the same."""
+
+import os
+from functools import lru_cache
+
+import afdpatch
+from afdpatch.registry import PatchError
+from afdpatch.registry.attest import ENVIRONMENT_KEY, Roll
+
+PROCESSES = {"api": 1, "engine-core": 1, "worker": 1}
+"""The processes of a server with one API server and one rank; more of either are refused."""
+
+
+def call_the_roll(role: str) -> None:
+    """In the server's first process: make the roll, unless it is there, and sign it."""
+    if ENVIRONMENT_KEY not in os.environ:
+        os.environ[ENVIRONMENT_KEY] = _roll(role, afdpatch.patchset.digest).path
+    sign()
+
+
+@lru_cache(maxsize=1)
+def _roll(role: str, digest: str) -> Roll:
+    """This server's roll; it lives as long as this process, which made it."""
+    used = afdpatch.patchset.used(role)
+    return Roll.create("afdpatch", role=role, digest=digest, expected=PROCESSES, used=used)
+
+
+def sign() -> None:
+    """Say what is in effect in this process, read back now; nothing if there is no roll."""
+    roll = Roll.from_environment()
+    if roll is not None:
+        try:
+            roll.sign(afdpatch.patchset.attest())
+        finally:
+            roll.close()
+
+
+class Attested:
+    """What the API server's middleware asks: whether all of the server's processes have the same patches in effect."""
+
+    def __init__(self, roll: Roll | None = None) -> None:
+        self._roll = roll or Roll.from_environment()
+
+    def trouble(self) -> str | None:
+        """Why the server is not ready, or None. This process is looked at anew, the others are taken by their word."""
+        if self._roll is None:
+            return "no roll of this server's processes; restart the server"
+        try:
+            mine = afdpatch.patchset.attest()
+            signed = {item.pid: item for item in self._roll.attestations()}
+            if mine["pid"] not in signed or signed[mine["pid"]].states != mine["states"]:
+                self._roll.sign(mine)
+            return self._roll.trouble()
+        except (PatchError, OSError) as error:
+            return str(error)
+
+    def processes(self) -> list[dict[str, object]]:
+        """What each process said."""
+        return [dict(vars(item)) for item in self._roll.attestations()] if self._roll is not None else []

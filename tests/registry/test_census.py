@@ -1,0 +1,176 @@
+"""Holders and vanished symbols, found in source."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from afdpatch.registry import Lock, lock_path
+from afdpatch.registry.census import holders_of
+from afdpatch.registry.moved import Likeness, find_moved
+from afdpatch.registry.source import SourceTree
+from tests.registry.conftest import World
+
+HOLDS = {
+    "plain": "from PKG.core import free",
+    "renamed": "from .core import helper, free as other",
+    "guarded": "try:\n    from .core import free\nexcept ImportError:\n    free = None",
+    "under_else": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    x = 1\nelse:\n    from .core import free",
+    "in_class": "class A:\n    from .core import free",
+    "in_match": "match 1:\n    case 1:\n        from .core import free",
+    "starred": "from .core import *",
+    "through": "from .plain import free",
+    "through_star": "from .starred import free",
+    "star_of_star": "from PKG.starred import *",
+    "renamed_again": "from .renamed import other as third",
+    "many": "from .core import (\n    helper,\n    free,  # a comment\n)",
+}
+HOLDS_NOT = {
+    "checked": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .core import free",
+    "late": "def f():\n    from .core import free\n    return free()",
+    "method": "class A:\n    def f(self):\n        from .core import free",
+    "module": "from . import core\ncore.free",
+    "text": "'''from .core import free'''\n# from .core import free",
+    "another": "from .other import free",
+    "other": "def free(): ...",
+    "longer": "from .core import helper as freed",
+    "broken": "from .core import free\ndef (",
+}
+
+
+@pytest.fixture
+def tree(world: World) -> SourceTree:
+    for name, source in (HOLDS | HOLDS_NOT).items():
+        world.write(f"{world.package}/{name}.py", source)
+    return SourceTree.at(world.package, world.site)
+
+
+def test_every_kind_of_holder_is_found_and_nothing_else(world: World, tree: SourceTree) -> None:
+    found = holders_of(tree, f"{world.package}.core:free")
+    assert set(found) == {f"{world.package}.{name}" for name in HOLDS}
+    assert list(found) == sorted(found)
+
+
+def test_a_star_of_a_star_is_followed_to_its_end(world: World) -> None:
+    world.write(f"{world.package}/c.py", "from .core import *")
+    world.write(f"{world.package}/b.py", "from .c import *")
+    world.write(f"{world.package}/a.py", "from .b import *")
+    tree = SourceTree.at(world.package, world.site)
+    assert holders_of(tree, f"{world.package}.core:free") == tuple(f"{world.package}.{name}" for name in "abc")
+
+
+def test_a_star_gives_no_private_names_and_methods_have_no_holders(world: World, tree: SourceTree) -> None:
+    world.core("def free", "def _free")
+    world.core("def helper", "def helper")
+    world.write(f"{world.package}/plain.py", "from .core import _free")
+    fresh = SourceTree.at(world.package, world.site)
+    assert set(holders_of(fresh, f"{world.package}.core:_free")) == {f"{world.package}.plain"}
+    assert holders_of(fresh, f"{world.package}.core:Engine.run") == ()
+
+
+def test_only_files_that_have_the_name_are_parsed(world: World) -> None:
+    world.write(f"{world.package}/user.py", "from .core import free")
+    for number in range(20):
+        world.write(f"{world.package}/other_{number}.py", "freedom = 1")
+    tree = SourceTree.at(world.package, world.site)
+    assert holders_of(tree, f"{world.package}.core:free") == (f"{world.package}.user",)
+    assert set(tree._files) == {f"{world.package}.user"}
+
+
+def test_pin_writes_the_census_and_a_new_holder_is_drift(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    world.write(f"{world.package}/user.py", "from .core import free\n")
+    world.write(f"{world.package}/lone.py", "from .core import free\n")
+    world.declare(world.entry(holders=["PKG.user"]), world.entry("PKG.core:Engine.run"))
+    assert world.pin() == 0
+    lock = Lock.read(lock_path(world.manifest, "1.0"))
+    assert lock.holders == {f"{world.package}.core:free": (f"{world.package}.lone", f"{world.package}.user")}
+    assert f"{world.package}/lone.py" in lock.files
+    assert world.verify() == 0
+
+    world.write(f"{world.package}/lone.py", "")
+    assert world.verify() == 0, "one that isn't the manifest's may let go"
+
+    world.write(f"{world.package}/fresh.py", "\nfrom .user import free as f\n")
+    capsys.readouterr()
+    assert world.verify("--format", "json") == 4
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    (finding,) = report["entries"][0]["findings"]
+    assert finding["symbol"] == f"{world.package}.fresh" and finding["file"] == f"{world.package}/fresh.py"
+    assert finding["verdict"] == "drifted" and "holders" in finding["todo"]
+    assert report["entries"][1]["verdict"] == "ok"
+
+
+BODY = """
+def free(x, scale=2):
+    '''Another text.'''
+    return helper(x) * scale
+"""
+LONG = """
+def NAME(first_number, second_number):
+    total_of_both = combine_numbers(first_number, second_number)
+    return total_of_both.as_integer()
+"""
+
+
+def gone(world: World, target: str, files: dict[str, str], **pinned: str) -> list[tuple[str, Likeness]]:
+    """Pins a target, replaces the package's files, and looks for the target."""
+    for name, source in pinned.items():
+        world.write(f"{world.package}/{name}.py", source)
+    world.declare(world.entry(target, kind="official", id="a"))
+    assert world.pin() == 0
+    for name, source in files.items():
+        world.write(f"{world.package}/{name}.py", source)
+    lock = Lock.read(lock_path(world.manifest, "1.0"))
+    tree = SourceTree.at(world.package, world.site)
+    found = find_moved(tree, lock.symbols[world.text(target)])
+    return [(candidate.symbol.removeprefix(f"{world.package}."), candidate.likeness) for candidate in found]
+
+
+def test_the_same_body_elsewhere_is_where_it_went(world: World) -> None:
+    files = {
+        "old": "",
+        "new": LONG.replace("NAME", "compute"),
+        "near": LONG.replace("NAME", "compute") + "\n    x = 1\n",
+    }
+    assert gone(world, "PKG.old:compute", files, old=LONG.replace("NAME", "compute"))[0] == (
+        "new:compute",
+        Likeness.SAME,
+    )
+
+
+def test_a_renamed_one_is_found_by_its_body_even_in_a_class(world: World) -> None:
+    inside = "class C:\n" + LONG.replace("NAME", "other").replace("\n", "\n    ")
+    found = gone(world, "PKG.old:compute", {"old": "", "new": inside}, old=LONG.replace("NAME", "compute"))
+    assert found == [("new:C.other", Likeness.BODY)]
+
+
+def test_a_changed_one_is_found_by_its_name_only_and_as_such(world: World) -> None:
+    files = {"old": "", "new": "def compute(a):\n    return 1\n"}
+    assert gone(world, "PKG.old:compute", files, old=LONG.replace("NAME", "compute")) == [
+        ("new:compute", Likeness.NAME)
+    ]
+
+
+def test_a_body_of_few_words_is_no_evidence_for_another_name(world: World) -> None:
+    files = {"old": "", "new": "def first(self):\n    return self.size\n\ndef second(self):\n    return self.size\n"}
+    assert gone(world, "PKG.old:size_of", files, old="def size_of(self):\n    return self.size\n") == []
+
+
+def test_a_moved_class_is_found_and_a_function_of_its_name_is_not_it(world: World) -> None:
+    body = LONG.replace("NAME", "method").replace("\n", "\n    ")
+    files = {"old": "", "new": "class Engine2:" + body, "trap": "def Engine1():" + body}
+    assert gone(world, "PKG.old:Engine1", files, old="class Engine1:" + body) == [("new:Engine2", Likeness.BODY)]
+
+
+def test_verify_proposes_where_a_vanished_target_went(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    world.write(f"{world.package}/old.py", LONG.replace("NAME", "compute"))
+    world.declare(world.entry("PKG.old:compute", kind="official"))
+    assert world.pin() == 0
+    (world.site / world.package / "old.py").unlink()
+    world.write(f"{world.package}/deep/__init__.py", "")
+    world.write(f"{world.package}/deep/new.py", "\n" + LONG.replace("NAME", "compute_it"))
+    capsys.readouterr()
+    assert world.verify() == 3
+    assert f"{world.package}.deep.new:compute_it ({world.package}/deep/new.py:3, same body)" in capsys.readouterr().out

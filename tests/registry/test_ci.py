@@ -1,0 +1,94 @@
+"""The scripts that CI runs: what fails there, and with which exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.registry.conftest import World
+from tests.registry.test_bisect import History
+from tests.registry.test_sources import ROOT
+
+CI = ROOT / ".ci"
+
+
+def script(world: World, name: str, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(world.site), "MANIFEST": str(world.manifest)} | more
+    return subprocess.run([str(CI / name), *arguments], capture_output=True, text=True, env=env, timeout=120)
+
+
+@pytest.mark.parametrize(("answer", "code"), [("True", 6), ("False", 0), ("1/0", 1)])
+def test_a_patch_that_is_not_needed_any_more_fails_ci(world: World, answer: str, code: int) -> None:
+    world.write(f"{world.ours}/probes.py", f"def gone(): return {answer}\n")
+    world.declare(world.entry(remove_when="OURS.probes:gone"), world.entry("PKG.core:Engine.run"))
+    assert world.pin() == 0
+    done = script(world, "patches", "--manifest", str(world.manifest))
+    assert done.returncode == code, done.stderr
+    assert ("obsolete" in done.stdout) == (code == 6)
+
+
+def test_ci_runs_it_after_the_tests() -> None:
+    lines = (CI / "run").read_text(encoding="utf-8").splitlines()
+    assert lines.index("make test </dev/null") < lines.index("PYTHON=.venv/bin/python exec .ci/patches")
+
+
+def test_a_commit_is_compared_and_the_one_that_broke_a_patch_is_named(world: World, tmp_path: Path) -> None:
+    world.declare(world.entry(), world.entry("PKG.core:Engine.run"))
+    history = History(world)
+    good = history.commit("good")
+    world.declare(world.entry(), world.entry("PKG.core:Engine.run"), commit=good)
+    assert world.pin() == 0
+    history.commit("harmless")
+    assert script(world, "vllm-compat", str(world.site)).returncode == 0
+    world.core("* scale\n", "* scale + 1\n")
+    broke = history.commit("breaks free")
+    history.commit("later")
+    summary = tmp_path / "summary.md"
+    done = script(world, "vllm-compat", str(world.site), "main", GITHUB_STEP_SUMMARY=str(summary))
+    assert done.returncode == 4, done.stderr
+    assert f"| core.free | {broke[:12]} |" in done.stdout and "breaks free" in done.stdout
+    assert summary.read_text(encoding="utf-8") == done.stdout
+    assert script(world, "vllm-compat", str(world.site), good).returncode == 0
+    world.core("def run", "def ran")
+    history.commit("gone")
+    assert script(world, "vllm-compat", str(world.site), "main", good).returncode == 3
+
+
+def test_the_verdict_stands_without_a_history(world: World, tmp_path: Path) -> None:
+    history = History(world)
+    history.commit("good")
+    world.declare(world.entry())
+    assert world.pin() == 0
+    world.core("* scale\n", "* scale + 1\n")
+    history.commit("broken")
+    shallow = tmp_path / "shallow"
+    subprocess.run(["git", "clone", "--quiet", "--depth=1", f"file://{world.site}", str(shallow)], check=True)
+    assert script(world, "vllm-compat", str(shallow)).returncode == 4
+
+
+def test_wrong_usage_ends_with_two(world: World) -> None:
+    done = script(world, "vllm-compat")
+    assert done.returncode == 2 and "CLONE" in done.stderr
+    world.declare(world.entry())
+    assert world.pin() == 0
+    assert script(world, "vllm-compat", str(world.site.parent / "nowhere")).returncode == 2
+
+
+def test_the_workflow_can_be_called_and_runs_the_script() -> None:
+    folder = ROOT / ".github" / "workflows"
+    flow: dict[Any, Any] = yaml.safe_load((folder / "vllm-compat.yml").read_text(encoding="utf-8"))
+    inputs = flow[True]["workflow_call"]["inputs"]  # YAML 1.1 reads the key `on` as true.
+    used = (folder / "vllm-compat.yml").read_text(encoding="utf-8")
+    assert all(f"inputs.{name} }}}}" in used for name in inputs)
+    steps = flow["jobs"]["compat"]["steps"]
+    assert any(step.get("run", "").startswith(".ci/vllm-compat ") for step in steps)
+    assert any(step.get("with", {}).get("fetch-depth") == 0 for step in steps)
+    nightly = yaml.safe_load((folder / "vllm-nightly.yml").read_text(encoding="utf-8"))
+    call = nightly["jobs"]["main"]
+    assert call["uses"] == "./.github/workflows/vllm-compat.yml" and set(call["with"]) <= set(inputs)
