@@ -15,6 +15,8 @@ from typing import Any
 
 DEPTH = 6
 """How many containers are climbed from an object to a name."""
+CLIMBS = 100
+"""How many objects are asked for their holders in one search, so that it ends soon."""
 _KINDS: dict[type, str] = {
     functools.partial: "functools.partial",
     functools.partialmethod: "functools.partialmethod",
@@ -81,7 +83,7 @@ class _Search:
 
     def climb(self, value: object, via: str, depth: int) -> Iterator[str]:
         """The names that lead to an object; `via` is what lies between the original and it."""
-        if id(value) in self._seen or depth == 0:
+        if id(value) in self._seen or depth == 0 or len(self._seen) >= CLIMBS:
             return
         self._seen.add(id(value))
         referrers = gc.get_referrers(value)
