@@ -107,6 +107,8 @@ class _Search:
             if not own:
                 yield f"{via}a default argument or closure of {module}.{referrer.__qualname__}"
         elif kind in _KINDS:
+            if id(referrer) in self._seen:
+                return  # found by its other way: it refers to what it holds itself, or by its `__dict__`
             inner = list(self.climb(referrer, f"{via}{_KINDS[kind]}, ", depth - 1))
             yield from inner or [f"{via}{_KINDS[kind]} that has no name"]
         elif kind is dict:
@@ -147,7 +149,8 @@ class _Search:
                     yield f"{via}an attribute of {home}.{above.__code__.co_name}"
                 return
             if vars_of(above) is referrer and type(above) in _KINDS:
-                return  # found as what it is
+                yield from self._held_by(above, value, via, depth)
+                return
             if vars_of(above) is referrer:
                 if not type(above).__module__.startswith("afdpatch.registry"):
                     yield f"{via}an attribute of an object of {type(above).__module__}.{type(above).__qualname__}"
