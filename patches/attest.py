@@ -1,7 +1,6 @@
 """Every process of a server says which patches are in effect in it; /health answers 503 until all say the same."""
 
 import os
-from functools import lru_cache
 
 import afdpatch
 from afdpatch.registry import PatchError
@@ -11,18 +10,16 @@ PROCESSES = {"api": 1, "engine-core": 1, "worker": 1}
 """The processes of a server with one API server and one rank; more of either are refused."""
 
 
-def call_the_roll(role: str) -> None:
-    """In the server's first process: make the roll, unless it is there, and sign it."""
-    if ENVIRONMENT_KEY not in os.environ:
-        os.environ[ENVIRONMENT_KEY] = _roll(role, afdpatch.patchset.digest).path
-    sign()
+def call_the_roll(role: str) -> Roll:
+    """In the server's first process: make the roll and sign it; the caller keeps it as long as the server lives.
 
-
-@lru_cache(maxsize=1)
-def _roll(role: str, digest: str) -> Roll:
-    """This server's roll; it lives as long as this process, which made it."""
+    A roll that the environment names is another server's, whose child this process is.
+    """
     used = afdpatch.patchset.used(role)
-    return Roll.create("afdpatch", role=role, digest=digest, expected=PROCESSES, used=used)
+    roll = Roll.create("afdpatch", role=role, digest=afdpatch.patchset.digest, expected=PROCESSES, used=used)
+    os.environ[ENVIRONMENT_KEY] = roll.path
+    sign()
+    return roll
 
 
 def sign() -> None:

@@ -3,11 +3,12 @@
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import afdpatch
 from afdpatch.patches.attest import call_the_roll
+from afdpatch.patches.checkpoint import require_safetensors
 from afdpatch.patches.features import check_arguments, check_features, refuse
 from afdpatch.patches.models import tables
 from afdpatch.patches.settings import AfdSettings
@@ -37,7 +38,7 @@ def create_engine_config(
     def wrapper(
         self: "EngineArgs", usage_context: "UsageContext | None" = None, headless: bool = False
     ) -> "VllmConfig":
-        if not isinstance(self.additional_config, dict) or "afd" not in self.additional_config:
+        if not _is_on(self.additional_config):
             return original(self, usage_context, headless)
         serving = usage_context is not None and usage_context.name == "OPENAI_API_SERVER"
         try:
@@ -54,6 +55,15 @@ def create_engine_config(
     return wrapper
 
 
+def _is_on(additional: object) -> bool:
+    """Whether a user's additional_config asks for AFD, in the right words or in nearly the right ones."""
+    return isinstance(additional, Mapping) and any(_means_afd(key) for key in additional)
+
+
+def _means_afd(key: object) -> bool:
+    return isinstance(key, str) and (key.lower() == "afd" or key.lower().startswith("afd_"))
+
+
 def _say(message: str, code: int) -> int:
     print(message, file=sys.stderr, flush=True)
     return code
@@ -62,22 +72,32 @@ def _say(message: str, code: int) -> int:
 def _with_afd(
     original: Callable[..., "VllmConfig"], args: "EngineArgs", usage: "UsageContext | None", headless: bool
 ) -> "VllmConfig":
-    afd = AfdConfig.parse(args.additional_config["afd"])
+    from vllm import envs
+
+    given: Mapping[str, Any] = args.additional_config
+    if "afd" not in given:
+        near = next(key for key in given if _means_afd(key))
+        raise ConfigError(near, "a key of --additional-config", 'AFD\'s settings stand under the key "afd"')
+    afd = AfdConfig.parse(given["afd"], rpc_deadline_s=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
     if headless:
         raise refuse(tables(), "headless", "--headless")
+    if "--grpc" in sys.argv:
+        raise refuse(tables(), "grpc", "--grpc")
     check_arguments(tables(), args)
-    others = {key: value for key, value in args.additional_config.items() if key != "afd"}
+    others = {key: value for key, value in given.items() if key != "afd"}
     _settle(args, afd)
     vllm_config = original(args, usage, headless)
     row = tables().row(vllm_config.model_config.architectures)
     check_features(tables(), afd, vllm_config)
+    require_safetensors(vllm_config.model_config.model, vllm_config.load_config.load_format)
     _check_worker(vllm_config.parallel_config.worker_cls, afd.role)
     _verify()
     afdpatch.patchset.apply(role=afd.role, process="api")
-    vllm_config.additional_config = AfdSettings(afd, row, afdpatch.patchset.digest, others)
-    if ENVIRONMENT_KEY not in os.environ:
-        os.environ[ENVIRONMENT_KEY] = _page(afd.role, afdpatch.patchset.digest).path
-    call_the_roll(afd.role)
+    vllm_config.additional_config = settings = AfdSettings(afd, row, afdpatch.patchset.digest, others)
+    # A page that the environment names is another server's, whose child this process is.
+    page = StatusPage.create(afd.role, settings.digest)
+    os.environ[ENVIRONMENT_KEY] = page.path
+    settings.kept = page, call_the_roll(afd.role)
     return vllm_config
 
 
@@ -90,6 +110,10 @@ def _settle(args: "EngineArgs", afd: AfdConfig) -> None:
         raise refuse(tables(), "device", current_platform.device_type)
     if args.worker_cls == "auto":
         args.worker_cls = f"{workers}.{'AttentionWorker' if afd.role == 'attention' else 'FFNWorker'}"
+    if args.safetensors_load_strategy is None:
+        args.safetensors_load_strategy = (
+            "lazy"  # vLLM's choice may read whole files ahead, the other role's tensors too
+        )
     if afd.role == "ffn":
         if args.enable_prefix_caching:
             raise ConfigError(
@@ -125,9 +149,3 @@ def _check_worker(worker_cls: Any, role: str) -> None:
     if not (isinstance(found, type) and issubclass(found, expected)):
         allowed = f"auto, or a subclass of {expected.__module__}.{expected.__qualname__}"
         raise ConfigError("--worker-cls", str(worker_cls), f"allowed for the role {role}: {allowed}")
-
-
-@functools.lru_cache(maxsize=1)
-def _page(role: str, digest: str) -> StatusPage:
-    """This server's status page; it lives as long as this process, which made it."""
-    return StatusPage.create(role, digest)

@@ -17,7 +17,10 @@ def run_engine_core(*args: Any, dp_rank: int = 0, local_dp_rank: int = 0, **kwar
     """
     settings = settings_of(kwargs["vllm_config"])
     if settings is None:
-        raise RuntimeError("afdpatch's EngineCore start was called for a server without AFD settings")
+        # The parent had a server with AFD before this one without: in this process nothing is applied.
+        from vllm.v1.engine.core import EngineCoreProc
+
+        return EngineCoreProc.run_engine_core(*args, dp_rank=dp_rank, local_dp_rank=local_dp_rank, **kwargs)
     afdpatch.patchset.apply(role=settings.role, process="engine-core")
     sign()
     afdpatch.patchset.original(ENTRY)(*args, dp_rank=dp_rank, local_dp_rank=local_dp_rank, **kwargs)

@@ -59,6 +59,11 @@ CHECKS: dict[str, Check] = {
     "routed-experts": lambda afd, c: c.model_config.enable_return_routed_experts,
     "load-format": lambda afd, c: c.load_config.load_format not in LOAD_FORMATS and c.load_config.load_format,
     "load-threads": lambda afd, c: c.load_config.model_loader_extra_config.get("enable_multithread_load"),
+    "load-strategy": lambda afd, c: (
+        c.load_config.safetensors_load_strategy != "lazy" and c.load_config.safetensors_load_strategy
+    ),
+    "model-impl": lambda afd, c: c.model_config.model_impl not in ("auto", "vllm") and c.model_config.model_impl,
+    "grpc": lambda afd, c: False,  # not in the configuration: see afdpatch.patches.config
     "executor": lambda afd, c: _executor(c),
     "api-servers": lambda afd, c: _above_one(c.parallel_config._api_process_count),
     "headless": lambda afd, c: False,  # known before the configuration is: see afdpatch.patches.config
@@ -70,7 +75,7 @@ CHECKS: dict[str, Check] = {
 
 ArgumentCheck = Callable[["EngineArgs"], Any]
 ARGUMENT_CHECKS: dict[str, ArgumentCheck] = {
-    "micro-batches": lambda args: _above_one(args.ubatch_size),
+    "micro-batches": lambda args: args.enable_dbo or _above_one(args.ubatch_size),
     "eplb": lambda args: args.enable_eplb,
     "context-parallel": lambda args: (
         _above_one(args.prefill_context_parallel_size) or _above_one(args.decode_context_parallel_size)

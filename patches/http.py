@@ -95,7 +95,9 @@ class AfdMiddleware:
                 message["body"] = message.get("body", b"") + ours
             await send(message)
 
-        plain = scope | {"headers": [h for h in scope["headers"] if h[0].lower() != b"accept-encoding"]}
+        # Neither compressed nor in OpenMetrics, whose end mark would stand before our part.
+        negotiated = (b"accept", b"accept-encoding")
+        plain = scope | {"headers": [h for h in scope["headers"] if h[0].lower() not in negotiated]}
         await self.app(plain, receive, with_ours)
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class AfdSettings:
     """A server's role and model row, and, in a worker, its end of the connection.
 
-    It is pickled to every process of the server; `link` is of one process and is not pickled.
+    It is pickled to every process of the server; `link` and `kept` are of one process and are not pickled.
 
     Attributes:
         config: the user's `additional_config["afd"]`, parsed.
@@ -22,6 +22,7 @@ class AfdSettings:
         digest: the manifest's digest.
         others: the user's other keys of `additional_config`.
         link: in a worker, the role's live objects (`afdpatch.patches.worker`); None elsewhere.
+        kept: in the server's first process, what must live as long as the server: status page and roll.
     """
 
     def __init__(self, config: AfdConfig, row: ModelRow, digest: str, others: dict[str, Any]) -> None:
@@ -30,6 +31,7 @@ class AfdSettings:
         self.digest = digest
         self.others = others
         self.link: Any = None
+        self.kept: tuple[Any, ...] = ()
 
     @property
     def role(self) -> str:
@@ -46,7 +48,7 @@ class AfdSettings:
         return self.others.get(key, default)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"link": None}
+        return self.__dict__ | {"link": None, "kept": ()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AfdSettings":
         return self  # vLLM copies its configuration within a process; the link must stay one object

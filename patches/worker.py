@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import CompilationTimes
 
 import afdpatch
+from afdpatch.patches import checkpoint
 from afdpatch.patches.attest import sign
 from afdpatch.patches.model import ffns
 from afdpatch.patches.settings import AfdSettings, settings_of
@@ -50,6 +51,7 @@ def greeting_of(settings: AfdSettings, vllm_config: "VllmConfig", rank: int) -> 
         manifest_digest=settings.digest,
         vllm_version=vllm.__version__,
         model=settings.row.architecture,
+        checkpoint=checkpoint.digest(model, vllm_config.load_config),
         config_digest=hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest(),
         dtype=str(model.dtype).removeprefix("torch."),
         hidden_size=model.get_hidden_size(),

@@ -252,6 +252,7 @@ def _greeting(role: str, max_rows: int, width: int) -> Greeting:
         vllm_version="none",
         model="bench",
         config_digest="bench",
+        checkpoint="bench",
         dtype="bfloat16",
         hidden_size=width,
         layers=(0,),

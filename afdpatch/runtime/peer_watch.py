@@ -62,7 +62,7 @@ class PeerWatch:
                 alive = self._connector.peer_alive()
                 self._page.set_peers(int(alive))
                 if was_alive and not alive:
-                    text = "the FFN server has gone; waiting for it"
+                    text = "the FFN server has gone; requests fail until this server is started again"
                     log.warning("%s", text)
                     self._page.set_error(text)
                     if self._on_lost is not None:

@@ -140,6 +140,7 @@ class Greeting:
     vllm_version: str
     model: str
     config_digest: str
+    checkpoint: str
     dtype: str
     hidden_size: int
     layers: tuple[int, ...]
@@ -155,7 +156,7 @@ class Greeting:
         _choice("role", self.role, ("attention", "ffn"))
         _choice("dtype", self.dtype, tuple(DTYPE_CODES))
         _choice("state", self.state, _STATES)
-        for name in ("manifest_digest", "vllm_version", "model", "config_digest"):
+        for name in ("manifest_digest", "vllm_version", "model", "config_digest", "checkpoint"):
             _text(name, getattr(self, name))
         _integer("hidden_size", self.hidden_size, 1, 1 << 17)
         _integer("max_rows", self.max_rows, 1, 1 << 20)
@@ -218,6 +219,7 @@ _EQUAL = (
     "vllm_version",
     "model",
     "config_digest",
+    "checkpoint",
     "dtype",
     "hidden_size",
     "layers",

@@ -305,6 +305,24 @@ def test_plain_vllm_with_the_plugin_alone(tmp_path: Path) -> None:
         assert ask(server)[0] == 421
 
 
+def test_plain_vllm_after_a_server_with_afd_in_one_process() -> None:
+    """A notebook that configures an AFD server and then runs vLLM by itself, EngineCore in a process of its own."""
+    code = """
+import sys, afdpatch
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+if __name__ == "__main__":
+    EngineArgs(model=sys.argv[1], additional_config={"afd": {"role": "ffn"}}).create_engine_config()
+    assert afdpatch.patchset.states()["engine-core.start"].value == "applied"
+    llm = LLM(sys.argv[1], enforce_eager=True, max_model_len=256, kv_cache_memory_bytes=1 << 27)
+    outputs = llm.generate("The :func:`open` function returns", SamplingParams(temperature=0, max_tokens=4))
+    print("SAID" + outputs[0].outputs[0].text)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(MODEL)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert "SAID a file object" in done.stdout
+
+
 def test_with_afd_off_no_symbol_is_changed_but_the_always_on() -> None:
     """A census of every function in vLLM's loaded modules and classes: whose code is not vLLM's own?"""
     code = """

@@ -21,6 +21,7 @@ import afdpatch
 def outcome(case: dict[str, Any]) -> dict[str, Any]:
     """What a server with these arguments would do before it loads anything."""
     text = io.StringIO()
+    argv, sys.argv = sys.argv, [*sys.argv, *case["argv"]]
     os.environ.update(case.get("env", {}))
     try:
         with contextlib.redirect_stderr(text):
@@ -40,6 +41,7 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         return {"code": f"{type(error).__name__}", "message": str(error)}
     finally:
+        sys.argv = argv
         for key in case.get("env", {}):
             del os.environ[key]
         os.environ.pop("AFDPATCH_STATUS_PAGE", None)

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from copy import deepcopy
@@ -21,11 +22,19 @@ MODELS = ROOT / "tests" / "models"
 pytestmark = pytest.mark.e2e
 
 
-def case(afd: Any = None, env: dict[str, str] | None = None, headless: bool = False, **args: Any) -> dict[str, Any]:
+def case(
+    afd: Any = None,
+    env: dict[str, str] | None = None,
+    headless: bool = False,
+    additional: dict[str, Any] | None = None,
+    argv: list[str] | None = None,
+    **args: Any,
+) -> dict[str, Any]:
     """One configuration of qwen3-moe."""
     base = {"model": str(MODELS / "qwen3-moe"), "enforce_eager": True, "kv_cache_memory_bytes": 1 << 27}
-    additional = {} if afd is None else {"additional_config": {"afd": afd}}
-    return {"args": base | args | additional, "env": env or {}, "headless": headless}
+    additional = {"afd": afd} if afd is not None else additional
+    more = {} if additional is None else {"additional_config": additional}
+    return {"args": base | args | more, "env": env or {}, "headless": headless, "argv": argv or []}
 
 
 ATTENTION = {"role": "attention"}
@@ -53,6 +62,17 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "micro-batches": (case(ATTENTION, ubatch_size=2), ["dual-batch overlap", "2"]),
     "eplb": (case(ATTENTION, enable_eplb=True, enable_expert_parallel=True), ["EPLB"]),
     "context-parallel": (case(ATTENTION, decode_context_parallel_size=2), ["context parallelism", "2"]),
+    "dual-batch overlap": (case(ATTENTION, enable_dbo=True), ["dual-batch overlap"]),
+    "load-strategy": (case(ATTENTION, safetensors_load_strategy="eager"), ["--safetensors-load-strategy", "eager"]),
+    "model-impl": (case(ATTENTION, model_impl="transformers"), ["--model-impl", "transformers"]),
+    "grpc": (case(ATTENTION, argv=["--grpc"]), ["--grpc", "HTTP seam"]),
+    "a checkpoint without safetensors": (case(ATTENTION, model="no-safetensors"), ["*.safetensors"]),
+    "AFD's key in capitals": (case(additional={"AFD": ATTENTION}), ["AFD", 'under the key "afd"']),
+    "AFD's keys one level too high": (case(additional={"afd_role": "ffn"}), ["afd_role", 'under the key "afd"']),
+    "a hop deadline beyond vLLM's": (
+        case(ATTENTION, env={"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "10"}),
+        ["hop_timeout_s", "10"],
+    ),
     "quantisation": (case(ATTENTION, quantization="fp8"), ["quantised", "fp8"]),
     "lora": (case(ATTENTION, enable_lora=True), ["LoRA"]),
     "speculative": (
@@ -91,6 +111,9 @@ ACCEPTED = {
     "attention": case(ATTENTION),
     "attention elsewhere": case({"role": "attention", "host": "10.0.0.7", "port": 9999}),
     "ffn": case(FFN),
+    "started by another server": case(
+        FFN, env={"AFDPATCH_STATUS_PAGE": "/proc/1/fd/0", "AFDPATCH_ROLL": "/proc/1/fd/0"}
+    ),
     "afd-plugin's words": case(
         {
             "afd_role": "attention",
@@ -110,6 +133,7 @@ ACCEPTED = {
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Every case's outcome, from one process."""
     folder = tmp_path_factory.mktemp("refusals")
+    shutil.copytree(MODELS / "qwen3-moe", folder / "no-safetensors", ignore=shutil.ignore_patterns("*.safetensors"))
     cases = {name: refused for name, (refused, _) in REFUSED.items()} | ACCEPTED
     (folder / "cases.json").write_text(json.dumps(cases))
     done = subprocess.run(
@@ -164,6 +188,12 @@ def test_each_role_comes_up_with_its_worker_and_a_status_page(outcomes: dict[str
     assert outcomes["ffn"]["prefix_caching"] is False
     assert outcomes["ffn"]["page"].startswith("/proc/")
     assert outcomes["afd-plugin's words"]["worker"] == outcomes["attention"]["worker"]
+
+
+def test_a_page_that_was_inherited_from_another_server_is_not_taken(outcomes: dict[str, Any]) -> None:
+    page = outcomes["started by another server"]["page"]
+    assert page.startswith("/proc/")
+    assert page != "/proc/1/fd/0"
 
 
 def test_the_compile_hash_holds_the_role_and_no_host_or_port(outcomes: dict[str, Any]) -> None:

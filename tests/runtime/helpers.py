@@ -39,6 +39,7 @@ def greeting(role: str, **changes: Any) -> Greeting:
         "vllm_version": "0.30.0",
         "model": "tiny",
         "config_digest": "bb22",
+        "checkpoint": "dd44",
         "dtype": "float32",
         "hidden_size": HIDDEN,
         "layers": (0, 1, 2, 3),

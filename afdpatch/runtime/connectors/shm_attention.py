@@ -209,6 +209,8 @@ class ShmAttentionConnector(AttentionConnector):
             except BaseException as error:
                 # Whatever broke the wait (a signal too) leaves an answer on its way, so the connection has to go.
                 self._drop(str(error) or type(error).__name__)
+                if self._page is not None:
+                    self._page.count_error(str(error) or type(error).__name__)
                 raise
             self._sequence += 1
             if self._page is not None:
