@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 EXIT_CODES = """\
 exit codes:
-  0  fine                          5  a patch meets somebody else's change
+  0  fine                          5  a patch meets somebody else's change, or its lock is stale
   1  failed (the message says how) 6  a patch is no longer needed
   2  wrong usage                   7  a patch is not in effect in some process
   3  a patch's target is absent    8  another vLLM than the pinned one
@@ -31,8 +33,8 @@ examples:
 """
 
 
-INTERRUPTED = 130
-"""128 + SIGINT, as a shell says it."""
+INTERRUPTED, READER_GONE = 130, 141
+"""128 + SIGINT and 128 + SIGPIPE, as a shell says it."""
 
 
 class UsageError(Exception):
@@ -71,8 +73,48 @@ BENCHES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Run one command; returns its exit code. A Ctrl-C or a reader that has gone ends it without a traceback."""
+    try:
+        try:
+            return dispatch(list(sys.argv[1:] if argv is None else argv), is_process=argv is None)
+        finally:
+            if sys.stdout:
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        if argv is None:  # the process ends now: a second Ctrl-C has nothing left to interrupt
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return INTERRUPTED
+    except BrokenPipeError:
+        if not discard_stdout():
+            raise
+        return READER_GONE
+    except SystemExit as end:
+        # rich ends the process by itself when the reader of a table has gone.
+        if isinstance(end.__context__, BrokenPipeError):
+            return READER_GONE
+        raise
+
+
+def discard_stdout() -> bool:
+    """Whether nobody reads stdout any more; what is left of it then goes nowhere, so that the exit is quiet."""
+    import select
+
+    try:
+        out = sys.stdout.fileno()
+        poll = select.poll()
+        poll.register(out, select.POLLOUT)
+        gone = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    except (OSError, ValueError):
+        return False
+    if gone:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, out)
+        os.close(null)
+    return gone
+
+
+def dispatch(arguments: list[str], is_process: bool) -> int:
+    """Run the command that the arguments name. `is_process`: they are this process's own."""
     if arguments[:1] == ["vllm"] and present("vllm"):
         # vLLM parses these itself, --help included.
         from afdpatch.cli import vllm
@@ -85,14 +127,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if rest and not getattr(args, "takes_vllm_options", False):
         parser.error(f"unknown option or argument: {rest[0]} (see afdpatch {' '.join(chosen(arguments))} --help)")
-    args.rest = rest
+    args.rest, args.is_process = rest, is_process
     try:
         return int(module.run(args))
     except UsageError as error:
         print(f"afdpatch: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except (KeyboardInterrupt, BrokenPipeError):
+        raise
     except Exception as error:
         # Errors of the patch registry bring their own exit codes.
         code = getattr(error, "exit_code", None)

@@ -37,6 +37,7 @@ three take turns in short blocks, so that a noisy machine is noisy for all of th
 EPILOG = "Example: afdpatch bench hop --round-trips 5000 --format json --output hop.json"
 HIDDEN = 2048
 ROWS = (1, 4, 16, 64, 256)
+PAUSES_US = (0, 300)
 LENGTH = struct.Struct("<Q")
 START_TIMEOUT_S = 120.0
 
@@ -71,11 +72,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--pauses-us",
         type=_at_least(0),
         nargs="+",
-        default=[0, 500],
+        default=list(PAUSES_US),
         metavar="US",
-        help="time between two hops, as attention computes; longer than the spin, the peer sleeps; default 0 500",
+        help="time between two hops, as attention computes; longer than the spin, the peer sleeps; default "
+        + " ".join(map(str, PAUSES_US)),
     )
-    parser.add_argument("--rows", type=_at_least(1), nargs="+", default=list(ROWS), metavar="ROWS")
+    parser.add_argument(
+        "--rows",
+        type=_at_least(1),
+        nargs="+",
+        default=list(ROWS),
+        metavar="N",
+        help=f"how many rows (tokens) a hop carries; default {' '.join(map(str, ROWS))}",
+    )
     parser.add_argument(
         "--hidden", type=_at_least(1), default=HIDDEN, help=f"width of a row in bfloat16; default {HIDDEN}"
     )
@@ -140,8 +149,10 @@ def _measure(transports: dict[str, Hop], args: argparse.Namespace) -> list[Resul
     import torch
 
     results = []
-    for pause_us in args.pauses_us:
-        for rows in args.rows:
+    lines = [(pause_us, rows) for pause_us in args.pauses_us for rows in args.rows]
+    with _progress(len(lines)) as show:
+        for number, (pause_us, rows) in enumerate(lines):
+            show(number, f"{_size(rows * args.hidden * 2)}, pause {pause_us} us")
             hidden = torch.randn(rows, args.hidden).bfloat16()
             taken: dict[str, list[int]] = {name: [] for name in transports}
             for name, hop in transports.items():
@@ -156,6 +167,22 @@ def _measure(transports: dict[str, Hop], args: argparse.Namespace) -> list[Resul
             for name, times in taken.items():
                 results.append(_result(name, pause_us, rows, hidden.nbytes, times[: args.round_trips]))
     return results
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[int, str], None]]:
+    """Says on stderr which payload is measured: a bar on a terminal, else a line for each. Nothing runs in between."""
+    if not sys.stderr.isatty():
+        yield lambda done, what: print(f"bench hop: {done + 1} of {total}: {what}", file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    # Without the thread that redraws: it would take time from the hops.
+    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("bench hop", total=total)
+        yield lambda done, what: bar.update(task, completed=done, description=f"bench hop: {what}", refresh=True)
 
 
 def _block(hop: Hop, hidden: Tensor, count: int, pause_ns: int) -> list[int]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from afdpatch.cli import UsageError
+from afdpatch.cli import UsageError, checks
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -95,7 +95,9 @@ def run(args: argparse.Namespace) -> int:
     if args.picture and args.picture.suffix not in (".svg", ".png"):
         raise UsageError(f"--picture {args.picture}: expected a name that ends in .svg or .png")
     args.model = demo.find_model(args.model)
+    demo.refuse_stray_words(args.rest, "afdpatch bench serve --model MODEL")
     log_dir = args.log_dir or Path("logs") / time.strftime("bench-%Y%m%d-%H%M%S")
+    checks.make_log_dir(log_dir)
     reporter = report.TextReporter()
     options = [args.model, *OPTIONS, "--max-num-seqs", str(max(args.concurrency, 4)), *args.rest]
     pair = topology.afd_pair([*options, *topology.split_words(args.afd_args)], log_dir)
@@ -104,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
     servers = [*pair, stock]
     for text in topology.describe_defaults(servers, options):
         reporter.event("note", text=text)
+    reporter.event("note", text=f"logs: {log_dir}/")
     report.terminate_as_interrupt()
     reason = "the measurement is over"
     try:

@@ -6,11 +6,12 @@ import argparse
 import contextlib
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from afdpatch.cli import UsageError
+from afdpatch.cli import UsageError, checks
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -118,9 +119,11 @@ def run(args: argparse.Namespace) -> int:
     from afdpatch.cli.servers import ServerError
 
     model = find_model(args.model)
+    refuse_stray_words(args.rest, "afdpatch demo --model MODEL")
     if args.tokens < 1:
         raise UsageError(f"--tokens {args.tokens}: expected 1 or more")
     log_dir = args.log_dir or Path("logs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    checks.make_log_dir(log_dir)
     reporter = report.TextReporter()
     options = [model, *OPTIONS, *args.rest]
     attention, ffn = topology.afd_pair(options, log_dir)
@@ -130,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
     reporter.print(f"model {model}: an attention server, an FFN server, and a stock vLLM beside them", "bold")
     for text in topology.describe_defaults(servers, options):
         reporter.event("note", text=text)
+    reporter.event("note", text=f"logs: {log_dir}/")
     report.terminate_as_interrupt()
     reason = "the demo is over"
     try:
@@ -155,6 +159,7 @@ def run(args: argparse.Namespace) -> int:
 def find_model(given: str | None) -> str:
     """The model that was asked for, or the one in the repository: here, or where this package's sources are."""
     if given:
+        checks.check_model(given)
         return given
     for folder in (Path(MODEL), Path(__file__).resolve().parents[2] / MODEL):
         if (folder / "config.json").is_file():
@@ -164,12 +169,21 @@ def find_model(given: str | None) -> str:
     )
 
 
+def refuse_stray_words(words: Sequence[str], usage: str) -> None:
+    """Among vLLM's options, a word that is none and belongs to none: vLLM would say so much later, in a log."""
+    if stray := checks.positionals(words):
+        raise UsageError(f"unknown argument: {stray[0]}; a model is named so: {usage}")
+
+
 def show(args: argparse.Namespace, model: str, servers: list[Server], reporter: TextReporter) -> int:
     """Ask, compare, and tell; returns the exit code."""
     from afdpatch.cli import client
 
     attention, ffn, stock = servers
     start = client.metrics(attention.url)
+    count = len(args.prompt or PROMPTS)
+    if not reporter.console.is_terminal:
+        reporter.print(f"asking both sides, {count} prompt{'s' if count > 1 else ''} of {args.tokens} tokens")
     rounds = [Round(prompt) for prompt in args.prompt or PROMPTS]
     for number, round_ in enumerate(rounds, 1):
         ask_both(round_, [attention.url, stock.url], model, args.tokens, reporter.console)

@@ -10,10 +10,15 @@ its descendant, in whatever session or group it put itself. It ends the tree
   a second one: SIGKILL to all;
 - on SIGQUIT: SIGKILL to all, at once;
 - when its parent dies, even by SIGKILL: as on SIGTERM;
+- with PARENT_PID 0, where nobody but the terminal and the caller's shell is above it, not when its parent dies, but on
+  a SIGHUP that isn't ignored (nohup ignores it), as on SIGTERM;
 - when the server ends by itself and leaves processes: they get a second to go, then as above.
 
-Exit code: the server's own; 128 + n when signal n ended it; 127 when it could not be started. Linux only; standard
-library only, and run by its path with `python -I -S`, so that it starts in an instant and costs a few megabytes.
+The server finds this process's id in the environment variable AFDPATCH_KEPT.
+
+Exit code: the server's own; 128 + n when signal n ended it (with PARENT_PID 0, 130 when SIGINT was what asked for it);
+127 when it could not be started. Linux only; standard library only, and run by its path with `python -I -S`, so that
+it starts in an instant and costs a few megabytes.
 """
 
 import contextlib
@@ -26,6 +31,7 @@ import time
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 LEFTOVER_SECONDS = 1.0
+MARK = "AFDPATCH_KEPT"
 
 
 def main(argv: list[str]) -> int:
@@ -33,26 +39,35 @@ def main(argv: list[str]) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # SIGHUP at the end of the parent's *thread* that started this: only a reason to look whether the parent is there.
-    libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGHUP), 0, 0, 0)
+    if parent:
+        libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGHUP), 0, 0, 0)
+    ends = {signal.SIGTERM, signal.SIGINT}
+    if not parent and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        ends.add(signal.SIGHUP)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     server = os.fork()
     if server == 0:
         become(command, libc)
     status = None
+    asked_by = 0
     stop_at = group_at = kill_at = None  # when SIGTERM to the server, SIGTERM to its group and SIGKILL to all are due
     while True:
         received = signal.sigtimedwait(SIGNALS, 0.5)
         number = received.si_signo if received else 0
         now = time.monotonic()
         status = reap(server, status)
-        asked = number in (signal.SIGTERM, signal.SIGINT)
+        asked = number in ends
+        if asked and kill_at is None:
+            asked_by = number
         if number == signal.SIGQUIT or (asked and kill_at is not None):
             kill_at = now
-        elif (asked or os.getppid() != parent) and kill_at is None:
+        elif (asked or (parent and os.getppid() != parent)) and kill_at is None:
             stop_at, group_at, kill_at = now, now + grace / 2, now + grace
         if status is not None:
             if not descendants():
-                return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+                if os.WIFEXITED(status):
+                    return os.WEXITSTATUS(status)
+                return 128 + (signal.SIGINT if not parent and asked_by == signal.SIGINT else os.WTERMSIG(status))
             if stop_at is None and group_at is None:
                 group_at, kill_at = now + LEFTOVER_SECONDS, now + LEFTOVER_SECONDS + grace
         if stop_at is not None and now >= stop_at and status is None:
@@ -73,6 +88,7 @@ def become(command: list[str], libc: ctypes.CDLL) -> None:
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
+        os.environ[MARK] = str(os.getppid())
         os.execvp(command[0], command)
     except OSError as error:
         os.write(2, f"ERROR: can't start {command[0]}: {error}\n".encode())

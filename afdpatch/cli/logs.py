@@ -16,6 +16,16 @@ THROUGHPUT = re.compile(r"Avg prompt throughput: .*")
 EXCEPTION = re.compile(
     r"^(?:\([^)]*\) )?(?:ERROR \S+ \S+ \[[^\]]*\] )?(?P<text>[A-Za-z_.]*(?:Error|Exception|Interrupt)\b.*)$"
 )
+# What afdpatch itself says: its command line's line, or an error of afdpatch.runtime.connectors.base by its name.
+OWN = re.compile(
+    r"^(?:\([^)]*\) )?(?:(?:ERROR|CRITICAL) \S+ \S+ \[[^\]]*\] )?(?P<text>afdpatch: error: .*"
+    r"|(?:afdpatch\.[A-Za-z_.]*\.)?(?:ConnectorError|InvalidHop|PeerLost|HopTimeout|FfnError|ConnectTimeout|AddressInUse"
+    r"|ConnectionRefused|GreetingMismatch|ConfigError|PatchError)(?::.*)?"
+    r"|afdpatch\.[A-Za-z_.]+: .*)$"
+)
+# uvicorn's list of routes, and its line for every look at the server: no help where something failed.
+NOISE = re.compile(r'Route: /|"GET /(?:health|metrics|ping|load)[ ?/]|Available routes are')
+IDLE = re.compile(r"Avg prompt throughput: 0\.0 tokens/s, Avg generation throughput: 0\.0 tokens/s")
 
 # What a line says about where the start has got to; the first that matches counts.
 STAGES = (
@@ -49,9 +59,9 @@ def parse(line: str) -> Entry:
 
 
 def throughput(entry: Entry) -> str | None:
-    """vLLM's own line of rates, without its prefix, or None."""
+    """vLLM's own line of rates, without its prefix; None for any other line, and while nothing is computed."""
     found = THROUGHPUT.search(entry.text)
-    return found[0] if found and entry.level == "INFO" else None
+    return found[0] if found and entry.level == "INFO" and not IDLE.match(found[0]) else None
 
 
 class Log:
@@ -61,12 +71,13 @@ class Log:
         self.path = path
         self.stage = "starting"
         self.first_error: str | None = None
+        self.own_error: str | None = None
         self._tail: deque[str] = deque(maxlen=keep)
         self._position = 0
         self._half = b""
 
     def new_lines(self) -> list[Entry]:
-        """The whole lines since the last call; `stage` and `first_error` follow them."""
+        """The whole lines since the last call; `stage`, `first_error` and `own_error` follow them."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._position)
@@ -78,14 +89,15 @@ class Log:
         entries = []
         for raw in whole:
             line = raw.decode(errors="replace").rstrip()
-            self._tail.append(line)
+            if not NOISE.search(line):
+                self._tail.append(line)
             entry = parse(line)
             self._note(line, entry)
             entries.append(entry)
         return entries
 
     def tail(self, lines: int = 20) -> list[str]:
-        """The last lines that `new_lines` has seen."""
+        """The last lines that `new_lines` has seen, without routes and looks at the server's health."""
         return list(self._tail)[-lines:]
 
     def _note(self, line: str, entry: Entry) -> None:
@@ -94,5 +106,29 @@ class Log:
                 if pattern.search(entry.text):
                     self.stage = stage
                     return
+        if self.own_error is None and (found := OWN.match(line)):
+            self.own_error = found["text"].strip()
         if self.first_error is None and (found := EXCEPTION.match(line)):
             self.first_error = found["text"].strip()
+
+
+class Burst:
+    """Lets at most `limit` lines through until `quiet` seconds pass without one, and counts the others."""
+
+    def __init__(self, limit: int = 20, quiet: float = 2.0) -> None:
+        self.limit, self.quiet = limit, quiet
+        self._lines = 0
+        self._last = float("-inf")
+
+    def admits(self, now: float) -> bool:
+        """Whether one more line, at `now` seconds, is let through; ask `held` before, which ends a burst."""
+        self._lines += 1
+        self._last = now
+        return self._lines <= self.limit
+
+    def held(self, now: float) -> int:
+        """How many lines were held back by a burst that is over at `now`; each is counted once."""
+        if now - self._last < self.quiet:
+            return 0
+        held, self._lines = max(self._lines - self.limit, 0), 0
+        return held

@@ -80,6 +80,9 @@ class TextReporter:
     def _log(self, server: str, level: str, text: str) -> None:
         self.print(f"{server:<10} {level:<8} {text}", LEVEL_STYLES.get(level, ""))
 
+    def _more(self, server: str, lines: int, log: str) -> None:
+        self.print(f"{server:<10} {lines} more in {log}", "dim")
+
     def _rate(self, server: str, text: str) -> None:
         self.print(f"{server:<10} {text}", "cyan")
 
@@ -88,9 +91,18 @@ class TextReporter:
         self.print(f"{server:<10} {found}", "green" if ok else "bold red")
 
     def _failed(
-        self, server: str, message: str, exit_code: int | None, first_error: str | None, tail: list[str], log: str
+        self,
+        server: str,
+        message: str,
+        exit_code: int | None,
+        own_error: str | None,
+        first_error: str | None,
+        tail: list[str],
+        log: str,
     ) -> None:
         self.print(f"error: {message}", "bold red")
+        if own_error and first_error and first_error != own_error:
+            self.print(f"the first exception: {first_error}", "red")
         if tail:
             self.print(f"the last lines of {log}:")
             for line in tail:
@@ -172,6 +184,7 @@ def report_failure(error: ServerError, reporter: Reporter) -> None:
         server=server.name,
         message=str(error),
         exit_code=server.exit_code,
+        own_error=server.log.own_error,
         first_error=server.log.first_error,
         tail=server.log.tail(20) if isinstance(error, ServerDied) else [],
         log=str(server.log.path),

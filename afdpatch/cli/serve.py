@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from afdpatch.cli import UsageError
+from afdpatch.cli import UsageError, checks
+from afdpatch.cli.checks import parse_object
+
+USAGE = "afdpatch serve --role {attention,ffn} MODEL [options]"
 
 DESCRIPTION = """\
-Start one server of an AFD pair. It becomes, in this process,
+Start one server of an AFD pair. It becomes
 
   vllm serve MODEL --additional-config '{"afd": {"role": ROLE, ...}}' [vLLM's options]
 
-MODEL and every option that isn't named below go to vLLM as they are (`afdpatch vllm serve --help` lists them).
+MODEL and every option that isn't named below go to vLLM as they are (`afdpatch vllm serve --help` lists them). vLLM
+runs below this process, which ends every process of it 20 s after a Ctrl-C or SIGTERM at the latest, the second time
+at once.
 """
 
 EPILOG = """\
 example, in two terminals:
   afdpatch serve --role attention MODEL --port 8000 --enforce-eager
   afdpatch serve --role ffn       MODEL --port 8001 --enforce-eager
+
+on a CPU, as with `afdpatch up`: a KV cache of 1 GiB unless --kv-cache-memory-bytes or another of vLLM's settings says
+otherwise, and the role's half of this process's cores unless VLLM_CPU_OMP_THREADS_BIND is set.
 
 exit codes: vLLM's own; 2 wrong usage; 3 to 8 as in `afdpatch --help`.
 """
@@ -53,7 +64,56 @@ def run(args: argparse.Namespace) -> int:
         parse_object(args.afd_config, "--afd-config") if args.afd_config else {},
         "--afd-config",
     )
-    return vllm.run_vllm(["serve", *vllm_options(afd, args.rest)])
+    words = vllm_options(afd, args.rest)
+    checks.check_model(checks.model_of(args.rest, USAGE), args.rest)
+    checks.check_options(args.rest)
+    checks.check_afd(json.loads(words[-1])["afd"])
+    if args.is_process and not kept():
+        keep()
+    return vllm.run_vllm(["serve", *words[:-2], *cpu_defaults(args.role, args.rest), *words[-2:]])
+
+
+def kept() -> bool:
+    """Whether this process runs directly below a keeper."""
+    from afdpatch.cli import keeper
+
+    return os.environ.get(keeper.MARK) == str(os.getppid())
+
+
+def keep() -> NoReturn:
+    """Become the keeper of this same command line, in the same process.
+
+    vLLM's API process waits long for an engine that a signal has ended already; the keeper doesn't.
+    """
+    from afdpatch.cli import keeper
+    from afdpatch.cli.servers import GRACE_SECONDS
+
+    sys.stdout.flush()
+    # The mask and what is pending outlive the exec: the keeper takes a signal that comes now.
+    signal.pthread_sigmask(signal.SIG_BLOCK, keeper.SIGNALS)
+    again = [sys.executable, *sys.orig_argv[1:]]
+    os.execv(sys.executable, [sys.executable, "-I", "-S", keeper.__file__, str(GRACE_SECONDS), "0", "--", *again])
+
+
+def cpu_defaults(role: str, options: Sequence[str]) -> list[str]:
+    """On a CPU, what `up` gives a server of this role where the user said nothing: options; cores by the environment.
+
+    A line on stderr says what was chosen.
+    """
+    from afdpatch.cli import topology
+
+    if not topology.on_cpu():
+        return []
+    chosen = []
+    if memory := topology.memory_default(options):
+        chosen.append(f"KV cache {topology.KV_CACHE_BYTES >> 30} GiB (--kv-cache-memory-bytes changes it)")
+    binding = topology.core_binding(2)[("attention", "ffn").index(role)]
+    if cores := binding.get(topology.BIND):
+        os.environ[topology.BIND] = cores
+        chosen.append(f"cores {cores}, the {role} server's half ({topology.BIND} changes it)")
+    if chosen:
+        print(f"afdpatch: note: {'; '.join(chosen)}", file=sys.stderr, flush=True)
+    return memory
 
 
 def vllm_options(afd: Mapping[str, Any], options: Sequence[str]) -> list[str]:
@@ -79,17 +139,6 @@ def vllm_options(afd: Mapping[str, Any], options: Sequence[str]) -> list[str]:
         raise UsageError(f"--additional-config: expected an object at key 'afd', found {own!r}")
     additional["afd"] = merge(dict(afd), own, "--additional-config")
     return [*rest, "--additional-config", json.dumps(additional)]
-
-
-def parse_object(text: str, option: str) -> dict[str, Any]:
-    """A JSON object from the command line."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"{option}: expected a JSON object, found {text!r} ({error})") from None
-    if not isinstance(value, dict):
-        raise UsageError(f"{option}: expected a JSON object, found {text!r}")
-    return value
 
 
 def merge(first: dict[str, Any], second: Mapping[str, Any], option: str) -> dict[str, Any]:

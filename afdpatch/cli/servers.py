@@ -185,7 +185,8 @@ class Server:
         return code
 
     def _first_error(self) -> str:
-        return f": {self.log.first_error}" if self.log.first_error else ""
+        error = self.log.own_error or self.log.first_error
+        return f": {error}" if error else ""
 
 
 def wait_all(
@@ -229,9 +230,10 @@ def stop_all(servers: Sequence[Server]) -> None:
 
 def describe_exit(code: int) -> str:
     """`exit code 1`, or `signal 9 (SIGKILL)`."""
-    if code > 128:
+    number = -code if code < 0 else code - 128  # negative: of a child of ours that isn't below a keeper
+    if number > 0:
         with contextlib.suppress(ValueError):
-            return f"signal {code - 128} ({signal.Signals(code - 128).name})"
+            return f"signal {number} ({signal.Signals(number).name})"
     return f"exit code {code}"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from afdpatch.cli import UsageError
 from afdpatch.cli.servers import Server, free_port, port_is_free
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
@@ -170,4 +171,7 @@ def reachable(host: str) -> str:
 
 def split_words(text: str | None) -> list[str]:
     """A quoted group of options, as a shell would split it."""
-    return shlex.split(text) if text else []
+    try:
+        return shlex.split(text) if text else []
+    except ValueError as error:
+        raise UsageError(f"{text!r}: expected words as a shell has them, found: {error}") from None

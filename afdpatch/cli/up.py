@@ -6,10 +6,11 @@ import argparse
 import contextlib
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from afdpatch.cli import UsageError
+from afdpatch.cli import UsageError, checks
 
 DESCRIPTION = """\
 Start an attention and an FFN server for MODEL on this machine, each on its own cores and with its own log, wait until
@@ -64,6 +65,9 @@ def run(args: argparse.Namespace) -> int:
     check(args)
     reporter = report.make_reporter(args.format)
     log_dir = args.log_dir or Path("logs") / time.strftime("up-%Y%m%d-%H%M%S")
+    own = [topology.split_words(args.attention_args), topology.split_words(args.ffn_args)]
+    check_free(args, *own)
+    checks.make_log_dir(log_dir)
     pair = topology.afd_pair(
         args.rest,
         log_dir,
@@ -71,11 +75,12 @@ def run(args: argparse.Namespace) -> int:
         ffn_port=args.ffn_port,
         afd_port=args.afd_port,
         host=args.host,
-        attention_options=topology.split_words(args.attention_args),
-        ffn_options=topology.split_words(args.ffn_args),
+        attention_options=own[0],
+        ffn_options=own[1],
     )
     for text in topology.describe_defaults(pair, args.rest):
         reporter.event("note", text=text)
+    reporter.event("note", text=f"logs: {pair[0].log.path}  {pair[1].log.path}")
 
     def kill_all() -> None:
         for server in pair:
@@ -108,6 +113,26 @@ def check(args: argparse.Namespace) -> None:
             raise UsageError(f"{option} {port}: expected 1 to 65535")
     if args.port == args.ffn_port:
         raise UsageError(f"--ffn-port {args.ffn_port}: the attention server has this port (--port); give another")
+    checks.check_model(args.rest[0], args.rest)
+
+
+def check_free(args: argparse.Namespace, attention_options: Sequence[str], ffn_options: Sequence[str]) -> None:
+    """Refuse `afd` settings that the servers would refuse, and ports and a meeting point that are taken."""
+    from afdpatch.cli import serve, topology
+
+    meet = None
+    for role, own in (("attention", attention_options), ("ffn", ffn_options)):
+        words = [*args.rest, *own]
+        checks.check_options(words)
+        # The pair's port is given to `serve` with this option, so another one among vLLM's options is a clash.
+        afd = {"role": role, **({"port": args.afd_port} if args.afd_port is not None else {})}
+        meet = checks.check_afd(json.loads(serve.vllm_options(afd, words)[-1])["afd"])
+    host = topology.reachable(args.host)
+    checks.check_port("--port", args.port, host)
+    if args.ffn_port is not None:
+        checks.check_port("--ffn-port", args.ffn_port, host)
+    if args.afd_port is not None and meet is not None:
+        checks.check_meeting_point(meet.host, meet.port)
 
 
 def announce(pair: Any, args: argparse.Namespace, reporter: Any) -> None:
@@ -124,7 +149,6 @@ def announce(pair: Any, args: argparse.Namespace, reporter: Any) -> None:
         ("try", curl),
         ("metrics", f"{attention.url}/metrics"),
         ("FFN", f"{ffn.url}/health  {ffn.url}/metrics"),
-        ("logs", f"{attention.log.path}  {ffn.log.path}"),
     ]
     if args.format == "json":
         reporter.event(
@@ -145,16 +169,22 @@ def announce(pair: Any, args: argparse.Namespace, reporter: Any) -> None:
 def watch(pair: Any, reporter: Any, interrupted: Any) -> None:
     """Pass on warnings, errors, rates and health until interrupted. Raises ServerDied when a server ends."""
     from afdpatch.cli import report
-    from afdpatch.cli.logs import throughput
+    from afdpatch.cli.logs import Burst, throughput
     from afdpatch.cli.servers import POLL_SECONDS, ServerDied, get_status
 
     healthy = {server.name: True for server in pair}
+    bursts = {server.name: Burst() for server in pair}
     look_at = time.monotonic() + HEALTH_SECONDS
     while not interrupted():
         for server in pair:
             ended = server.exit_code is not None  # before the log is read, so that its last lines are in it
+            burst, now = bursts[server.name], time.monotonic()
+            if more := burst.held(float("inf") if ended else now):
+                reporter.event("more", server=server.name, lines=more, log=str(server.log.path))
             for entry in server.log.new_lines():
                 if entry.level in report.LEVEL_STYLES:
+                    if not burst.admits(now):
+                        continue
                     reporter.event("log", server=server.name, level=entry.level, text=entry.text)
                 elif server is pair[0] and (rate := throughput(entry)):
                     reporter.event("rate", server=server.name, text=rate)

@@ -20,6 +20,7 @@ def afd_of(words: list[str]) -> Any:
 def vllm_words(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What vLLM's command line would be called with."""
     called: list[list[str]] = []
+    monkeypatch.setattr("afdpatch.cli.topology.on_cpu", lambda: False)
     monkeypatch.setattr("afdpatch.cli.vllm.run_vllm", lambda words: called.append(list(words)) or 0)
     return called
 
@@ -133,5 +134,6 @@ def test_errors_of_the_registry_bring_their_own_exit_code(
         raise Drifted("the target has changed")
 
     monkeypatch.setattr("afdpatch.cli.vllm.run_vllm", fail)
+    monkeypatch.setattr("afdpatch.cli.topology.on_cpu", lambda: False)
     assert main(["serve", "--role", "ffn", "M"]) == 4
     assert capsys.readouterr().err == "afdpatch: error: the target has changed\n"
