@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import itertools
 import json
@@ -208,7 +209,11 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.syspath_prepend(str(made.site))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     finders = list(sys.meta_path)
+    # A search for holders looks through everything that the collector knows. Nothing that is older than the world can
+    # hold something of it; torch and the syntax trees of other tests' packages only make the search long.
+    gc.freeze()
     yield made
+    gc.unfreeze()
     # wrapt's finder stays: it is put there once and for all. What refuses modules goes.
     sys.meta_path[:] = [item for item in sys.meta_path if item in finders or type(item).__module__.startswith("wrapt")]
     for name in list(sys.modules):
