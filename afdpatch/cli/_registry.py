@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from afdpatch.cli.pin import add_source, source_tree
+from afdpatch.cli.pin import add_manifest, add_source, source_tree
 from afdpatch.registry import (
     Lock,
     Manifest,
@@ -18,10 +18,10 @@ from afdpatch.registry import (
     SourceTree,
     identify,
     lock_path,
-    packaged_manifest,
     verify,
 )
 from afdpatch.registry.marks import Marks
+from afdpatch.registry.plugins import manifest_file
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,18 @@ class Opened:
 
 def add_options(parser: argparse.ArgumentParser, *, source: bool = True) -> None:
     """Adds `--manifest` and `--source`."""
-    parser.add_argument("--manifest", type=Path, metavar="FILE", help="the manifest (default: afdpatch's own)")
+    add_manifest(parser)
     if source:
         add_source(parser)
 
 
 def manifest_path(args: argparse.Namespace) -> Path:
-    """The manifest that `--manifest` names, or afdpatch's own."""
-    path: Path = args.manifest or packaged_manifest("afdpatch.manifests", "afd")
-    return path
+    """The manifest that `--manifest` names, or afdpatch's own.
+
+    Raises:
+        ManifestError: no installed plug-in declares one of that name.
+    """
+    return manifest_file(args.manifest)
 
 
 def opened(args: argparse.Namespace, *, probe: bool = False) -> Opened:

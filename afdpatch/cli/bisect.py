@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from afdpatch.cli.compat import STYLES, fresh_lock
+from afdpatch.cli.pin import add_manifest
 from afdpatch.cli.progress import markdown_table, progress
-from afdpatch.registry import PatchError, packaged_manifest
+from afdpatch.registry import PatchError
 from afdpatch.registry.compat import Standing
 from afdpatch.registry.gitfiles import GitRepository
 from afdpatch.registry.history import Break, Walk
+from afdpatch.registry.plugins import manifest_file
 
 FORMAT = 1
 
@@ -43,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("range", metavar="GOOD..BAD", help="the revisions to begin and to end at")
     parser.add_argument("--repo", type=Path, required=True, metavar="DIR", help="a clone of the package's repository")
     parser.add_argument("--format", choices=("text", "json", "markdown"), default="text", help="default: text")
-    parser.add_argument("--manifest", type=Path, metavar="FILE", help="the manifest (default: afdpatch's own)")
+    add_manifest(parser)
     parser.set_defaults(run=run)
 
 
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"afdpatch bisect: {args.range!r} is not GOOD..BAD", file=sys.stderr)
         return 2
     try:
-        lock = fresh_lock(args.manifest or packaged_manifest("afdpatch.manifests", "afd"))
+        lock = fresh_lock(manifest_file(args.manifest))
         walk = Walk(lock, GitRepository(args.repo))
         with ExitStack() as stack:
             bars: list[Callable[[int, str], None]] = []

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from afdpatch.cli.pin import SOURCE_HELP, source_tree
+from afdpatch.cli.pin import SOURCE_HELP, add_manifest, source_tree
 from afdpatch.cli.progress import markdown_table, progress
-from afdpatch.registry import Lock, Manifest, OtherVersion, PatchError, identify, lock_path, packaged_manifest
+from afdpatch.registry import Lock, Manifest, OtherVersion, PatchError, identify, lock_path
 from afdpatch.registry.compat import Column, Standing, TreeView, examine
+from afdpatch.registry.plugins import manifest_file
 from afdpatch.registry.releases import Release, records, release_path, version_key
 
 FORMAT = 1
@@ -51,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("sources", nargs="*", metavar="SRC", help="a release")
     parser.add_argument("--format", choices=("text", "json", "markdown"), default="text", help="default: text")
-    parser.add_argument("--manifest", type=Path, metavar="FILE", help="the manifest (default: afdpatch's own)")
+    add_manifest(parser)
     parser.add_argument("--probe", action="store_true", help="also ask each remove_when, for the installed package")
     parser.set_defaults(run=run)
 
@@ -59,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     try:
-        path = args.manifest or packaged_manifest("afdpatch.manifests", "afd")
+        path = manifest_file(args.manifest)
         lock = fresh_lock(path)
         known = [record.stem for record in records(path)]
         sources = args.sources or sorted({*known, lock.manifest.version}, key=version_key)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from afdpatch.cli.compat import STYLES, fresh_lock
-from afdpatch.cli.pin import SOURCE_HELP, add_source, source_tree
-from afdpatch.registry import PatchError, packaged_manifest
+from afdpatch.cli.pin import SOURCE_HELP, add_manifest, add_source, source_tree
+from afdpatch.registry import PatchError
 from afdpatch.registry.drift import Drift, SymbolDrift, three_way
+from afdpatch.registry.plugins import manifest_file
 
 FORMAT = 1
 
@@ -45,14 +45,14 @@ def add_parser(subparsers: Any) -> None:
         "--base", metavar="SRC", help=f"the pinned source: {SOURCE_HELP} (default: the installed package)"
     )
     parser.add_argument("--format", choices=("text", "json", "markdown"), default="text", help="default: text")
-    parser.add_argument("--manifest", type=Path, metavar="FILE", help="the manifest (default: afdpatch's own)")
+    add_manifest(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     try:
-        path = args.manifest or packaged_manifest("afdpatch.manifests", "afd")
+        path = manifest_file(args.manifest)
         lock = fresh_lock(path)
         entry = next((entry for entry in lock.manifest.entries if entry.id == args.id), None)
         if entry is None:

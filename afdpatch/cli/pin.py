@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from afdpatch.registry import Lock, Manifest, PatchError, SourceTree, identify, lock_path, packaged_manifest
+from afdpatch.registry import Lock, Manifest, PatchError, SourceTree, identify, lock_path
+from afdpatch.registry.plugins import manifest_file
 from afdpatch.registry.releases import Release, release_path
 
 DESCRIPTION = """\
@@ -42,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_source(parser)
-    parser.add_argument("--manifest", type=Path, metavar="FILE", help="the manifest (default: afdpatch's own)")
+    add_manifest(parser)
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="the lock (default: locks/VERSION.json beside the manifest)"
     )
@@ -57,7 +58,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     try:
-        path = args.manifest or packaged_manifest("afdpatch.manifests", "afd")
+        path = manifest_file(args.manifest)
         manifest = Manifest.read(path)
         tree = source_tree(manifest.package, args.source)
         if args.release:
@@ -91,6 +92,16 @@ def _record(args: argparse.Namespace, path: Path, manifest: Manifest, tree: Sour
         f"{release.established['detail']}"
     )
     return args.output or release_path(path, release.version), release.to_json(), message
+
+
+def add_manifest(parser: argparse.ArgumentParser) -> None:
+    """Adds `--manifest`, which `manifest_file` makes a path of."""
+    parser.add_argument(
+        "--manifest",
+        default="afd",
+        metavar="FILE|NAME",
+        help="the manifest's file, or the name of one that an installed plug-in declares (default: afd, our own)",
+    )
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:

@@ -64,6 +64,20 @@ def declared() -> tuple[Declared, ...]:
     return tuple(found[name] for name in sorted(found))
 
 
+def manifest_file(wanted: str) -> Path:
+    """The manifest that a command's argument means: a file, or the name of a declared manifest.
+
+    What is a file, ends in `.yaml` or `.yml`, or has a folder in it is a path. `afd` is afdpatch's own.
+
+    Raises:
+        ManifestError: no installed distribution declares a manifest of that name.
+    """
+    path = Path(wanted)
+    if path.suffix in (".yaml", ".yml") or path.name != wanted or path.is_file():
+        return path
+    return packaged_manifest("afdpatch.manifests", "afd") if wanted == "afd" else _find(wanted).path
+
+
 @cache
 def _load(item: Declared) -> PatchSet:
     return PatchSet.load(item.package, item.name)
@@ -75,10 +89,14 @@ def patchset(name: str) -> PatchSet:
     Raises:
         ManifestError: no installed distribution declares such a manifest.
     """
+    return _load(_find(name))
+
+
+def _find(name: str) -> Declared:
     found = declared()
     for item in found:
         if item.name == name:
-            return _load(item)
+            return item
     names = ", ".join(item.name for item in found) or "none"
     raise ManifestError(f"no manifest {name!r} is declared", expected=f"one of: {names}", todo="install its package")
 

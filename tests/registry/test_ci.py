@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,9 +34,26 @@ def test_a_patch_that_is_not_needed_any_more_fails_ci(world: World, answer: str,
     assert ("obsolete" in done.stdout) == (code == 6)
 
 
-def test_ci_runs_it_after_the_tests() -> None:
-    lines = (CI / "run").read_text(encoding="utf-8").splitlines()
-    assert lines.index("make test </dev/null") < lines.index("PYTHON=.venv/bin/python exec .ci/patches")
+@pytest.mark.parametrize(("tests", "patches", "code"), [(0, 0, 0), (2, 0, 2), (0, 6, 6), (2, 6, 2), (0, 1, 1)])
+def test_ci_runs_both_and_a_failure_of_either_fails_it(tmp_path: Path, tests: int, patches: int, code: int) -> None:
+    for name in ("run", "patches"):
+        (tmp_path / ".ci").mkdir(exist_ok=True)
+        shutil.copy(CI / name, tmp_path / ".ci" / name)
+    stand_ins = {
+        "bin/make": f"echo make $1\n[ $1 = env ] || {{ echo '== 3 passed in 1.00s =='; exit {tests}; }}",
+        ".venv/bin/python": f"echo python $*\nexit {patches}",
+    }
+    for file, text in stand_ins.items():
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / file).chmod(0o755)
+    # No variable of GitHub's or of anybody else's is needed.
+    env = {"PATH": f"{tmp_path / 'bin'}:{os.defpath}"}
+    done = subprocess.run([str(tmp_path / ".ci" / "run")], capture_output=True, text=True, env=env, cwd="/", timeout=60)
+    assert done.returncode == code, done.stderr
+    lines = ["make env", "python -m afdpatch verify --probe", "make test", "== 3 passed in 1.00s =="]
+    assert done.stdout.splitlines() == lines
+    assert (f"failed ({patches})" in done.stderr) == bool(patches)
 
 
 def test_a_commit_is_compared_and_the_one_that_broke_a_patch_is_named(world: World, tmp_path: Path) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import invalidate_caches
+from functools import partial
+from importlib import import_module, invalidate_caches
 from pathlib import Path
 
 import pytest
 
 import afdpatch
 from afdpatch.registry import Conflict, ManifestError, OtherVersion, PatchError, State, plugins
-from tests.registry.conftest import World
+from tests.registry.conftest import World, command
 
 # All that a plug-in has beside its patches: an entry point, and what it does once it knows its role.
 ENTRY_POINT = "[afdpatch.manifests]\nNAME = OURS\n"
@@ -85,6 +86,33 @@ def test_an_unknown_name_and_a_name_declared_twice_are_errors(world: World, name
     declare(world, name, "another-plug-in", "other_package")
     with pytest.raises(Conflict, match=r"their-plug-in|another-plug-in"):
         plugins.declared()
+
+
+@pytest.mark.parametrize("module", ["verify", "listing", "explain", "compat", "pin", "diff"])
+def test_the_commands_take_a_declared_manifest_by_its_name(
+    world: World, name: str, module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    declare(world, name)
+    pinned(world, name)
+    run = partial(command, import_module(f"afdpatch.cli.{module}"), "list" if module == "listing" else module)
+    arguments = [*(["core.free"] if module in ("explain", "diff") else []), "--manifest"]
+    capsys.readouterr()
+    assert run(*arguments, name) == 0
+    by_name = capsys.readouterr().out
+    assert run(*arguments, str(world.manifest)) == 0
+    assert capsys.readouterr().out == by_name != ""
+    assert run(*arguments, "theirs-too") == 2
+    assert f"no manifest 'theirs-too' is declared; expected: one of: {name}" in capsys.readouterr().err
+
+
+def test_a_path_goes_before_a_declared_name(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    own = plugins.manifest_file("afd")
+    assert own.name == "afd.yaml" and own.is_file()
+    for path in ("afd.yaml", "./afd", "folder/afd.yml"):
+        assert plugins.manifest_file(path) == Path(path)
+    monkeypatch.chdir(tmp_path)
+    Path("afd").write_text("")
+    assert plugins.manifest_file("afd") == Path("afd")
 
 
 def test_declared_sets_are_armed_in_the_order_of_their_after(world: World, name: str) -> None:
