@@ -25,6 +25,9 @@ USAGE = 2
 """Exit code of a configuration that AFD doesn't take."""
 FFN_KV_BYTES = 1 << 20
 """An FFN server has no KV cache; any explicit size keeps vLLM from reserving most of the memory for one."""
+SHUTDOWN_S = 10
+"""Seconds that requests in flight have at SIGTERM. vLLM's own default, 0, kills the EngineCore at once, which then can
+leave its shared memory behind."""
 WORKERS = {"cpu": "afdpatch.patches.worker_cpu"}
 """Module of the role's workers, by vLLM's device type."""
 
@@ -110,6 +113,8 @@ def _settle(args: "EngineArgs", afd: AfdConfig) -> None:
         raise refuse(tables(), "device", current_platform.device_type)
     if args.worker_cls == "auto":
         args.worker_cls = f"{workers}.{'AttentionWorker' if afd.role == 'attention' else 'FFNWorker'}"
+    if args.shutdown_timeout == 0:
+        args.shutdown_timeout = SHUTDOWN_S
     if args.safetensors_load_strategy is None:
         args.safetensors_load_strategy = (
             "lazy"  # vLLM's choice may read whole files ahead, the other role's tensors too

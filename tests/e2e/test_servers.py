@@ -264,7 +264,10 @@ def test_sigterm_leaves_nothing_and_the_same_ports_work_again(tmp_path: Path) ->
                     lambda server=server: [server.exit_code] if server.exit_code is not None else None, 30, "an end"
                 )
                 assert code == [0], server.log.path.read_text()[-2000:]
-                assert "Traceback" not in server.log.path.read_text()
+                # vLLM's API server may hear of its EngineCore's end before it has put its own handler away.
+                log = server.log.path.read_text()
+                assert log.count("Traceback") == log.count("AsyncLLM output_handler failed.")
+                assert "afdpatch/" not in log.partition("shutdown triggered")[2]
         assert not [pid for pid in alive if Path(f"/proc/{pid}").exists()]
         assert all(port_is_free(port) for port in ports.values())
         assert leftovers(ports["afd_port"]) <= before
