@@ -19,7 +19,7 @@ if sys.version_info < (3, 8):  # noqa: UP036 (it is for those Pythons)
     sys.exit(2)
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from environment_steps import main  # noqa: E402
+from environment_steps import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,7 +11,8 @@ from typing import Any
 
 from afdpatch.cli import UsageError
 
-# vLLM's options that take no value, beside --no-..., --enable-... and --disable-....
+# vLLM's options that take no value: all that begin so, and these.
+SWITCHES = ("--no-", "--enable-", "--disable-", "-O")
 FLAGS = {
     "--aggregate-engine-logging",
     "--allow-credentials",
@@ -38,7 +39,7 @@ def positionals(words: Sequence[str]) -> list[str]:
         if word.startswith("-") and not word[1:2].isdigit():
             name, equals, _ = word.partition("=")
             name = name.replace("_", "-")
-            takes_value = not equals and name not in FLAGS and not name.startswith(("--no-", "--enable-", "--disable-"))
+            takes_value = not equals and name not in FLAGS and not name.startswith(SWITCHES)
         elif takes_value:
             takes_value = False
         else:

@@ -1,7 +1,8 @@
 """A stand-in for a vLLM server: a tree of real processes whose every step waits for a file that the test makes.
 
 /health answers 503 until `ready` exists in DIR. With `die` there, it logs an error and exits 3. It has a child in a
-session of its own that ignores SIGTERM, as an engine that hangs does; `pids` lists both.
+session of its own that ignores SIGTERM, as an engine that hangs does; `pids` lists both. With `stubborn` there, the
+server itself ignores SIGTERM too. What `last words` holds is printed before it dies.
 """
 
 import http.server
@@ -41,6 +42,8 @@ def log(level: str, text: str) -> None:
 def die_when_told() -> None:
     while not (folder / "die").exists():
         threading.Event().wait(0.02)
+    if (folder / "last words").exists():
+        print((folder / "last words").read_text(), flush=True)
     log("ERROR", "Traceback (most recent call last):")
     log("ERROR", "RuntimeError: the fake was told to die")
     os._exit(3)
@@ -49,7 +52,8 @@ def die_when_told() -> None:
 if __name__ == "__main__":
     folder, port = Path(sys.argv[1]), int(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    stubborn = (folder / "stubborn").exists()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if stubborn else lambda *_: os._exit(0))
     child = subprocess.Popen([sys.executable, "-c", STUBBORN], start_new_session=True)
     (folder / "pids.new").write_text(f"{os.getpid()} {child.pid}")
     (folder / "pids.new").rename(folder / "pids")

@@ -1,17 +1,22 @@
 """What `demo` and `bench serve` conclude, and the client and the load against a small HTTP server."""
 
+import argparse
 import http.server
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from afdpatch.cli import client, load, main
+from afdpatch.cli import client, demo, load, main
 from afdpatch.cli.bench_serve import order
 from afdpatch.cli.client import Completion, Token
 from afdpatch.cli.demo import compare, conclude
 from afdpatch.cli.report import TextReporter
+from afdpatch.cli.servers import Server
 
 
 def answer(*tokens: tuple[str, float]) -> Completion:
@@ -135,3 +140,30 @@ def test_answers_are_equal_only_when_they_are_in_every_round() -> None:
 def test_wrong_usage_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_without_a_terminal_the_demo_says_that_it_asks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr(client, "metrics", lambda url: {})
+    monkeypatch.setattr(client, "stream", refuse)
+    servers = [Server(name, [], 1, Path("log")) for name in ("attention", "ffn", "stock")]
+    args = argparse.Namespace(prompt=["one"], tokens=3)
+    assert demo.show(args, "m", servers, TextReporter()) == 1
+    assert capsys.readouterr().out.startswith("asking both sides, 1 prompt of 3 tokens\n")
+
+
+def test_bench_hop_says_on_stderr_what_it_measures() -> None:
+    words = ["--round-trips", "10", "--rows", "1", "4", "--pauses-us", "0", "--hidden", "64", "--format", "json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "afdpatch", "bench", "hop", *words], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == [
+        "bench hop: 1 of 2: 0.125 KB, pause 0 us",
+        "bench hop: 2 of 2: 0.5 KB, pause 0 us",
+    ]
+    assert [line["rows"] for line in json.loads(done.stdout)["results"]] == [1] * 3 + [4] * 3

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from afdpatch.cli import client, topology
-from afdpatch.cli.logs import Log, parse, throughput
+from afdpatch.cli.logs import Burst, Log, parse, throughput
 
 
 @given(st.sets(st.integers(0, 300), min_size=1, max_size=100), st.integers(1, 8))
@@ -149,3 +149,36 @@ def test_metrics_are_read_by_name_and_label() -> None:
     assert client.total(found, "afd_payload_bytes_total", direction="f2a") == 24
     assert client.total(found, "absent") is None
     assert client.total(found, "plain", role="ffn") is None
+
+
+def test_rates_of_nothing_are_not_shown() -> None:
+    line = "INFO 11-29 18:40:00 [loggers.py:259] Engine 000: Avg prompt throughput: 0.0 tokens/s, "
+    assert throughput(parse(line + "Avg generation throughput: 0.0 tokens/s, Running: 0 reqs")) is None
+    assert throughput(parse(line + "Avg generation throughput: 0.5 tokens/s, Running: 0 reqs"))
+
+
+def test_a_burst_lets_its_first_lines_through_and_counts_the_others_once() -> None:
+    burst = Burst(limit=2, quiet=1.0)
+    assert [burst.admits(0.1 * number) for number in range(5)] == [True, True, False, False, False]
+    assert burst.held(1.0) == 0
+    assert burst.held(1.5) == 3
+    assert burst.held(9.0) == 0
+    assert burst.admits(9.1)
+
+
+@pytest.mark.parametrize(
+    ("line", "own"),
+    [
+        ("afdpatch: error: the target has changed", "afdpatch: error: the target has changed"),
+        ("PeerLost: the FFN server ended", "PeerLost: the FFN server ended"),
+        ("(W pid=3) ERROR 11-29 18:00:00 [w.py:1] HopTimeout: no answer", "HopTimeout: no answer"),
+        ("afdpatch.runtime.config.ConfigError: port", "afdpatch.runtime.config.ConfigError: port"),
+        ("RuntimeError: Engine core initialization failed", None),
+        ("INFO 11-29 18:00:00 [w.py:1] afdpatch: error: no error at all", None),
+    ],
+)
+def test_what_afdpatch_itself_says_is_told_from_the_rest(tmp_path: Path, line: str, own: str | None) -> None:
+    log = Log(tmp_path / "log")
+    log.path.write_text(f"KeyError: first\n{line}\n")
+    log.new_lines()
+    assert log.own_error == own

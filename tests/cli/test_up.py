@@ -1,7 +1,9 @@
 """`afdpatch up` as a process, with fakes in the place of the two vLLM servers."""
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from afdpatch.cli import main
+from afdpatch.cli import checks, main
 from afdpatch.cli.servers import free_port
 
 from .conftest import Fake, alive, wait_until
@@ -146,8 +148,91 @@ def test_warnings_of_the_logs_are_passed_on_and_each_server_has_its_binding(
         (["--enforce-eager", "MODEL"], "expected the model as the first argument"),
         (["MODEL", "--port", "70000"], "--port 70000: expected 1 to 65535"),
         (["MODEL", "--port", "9000", "--ffn-port", "9000"], "--ffn-port 9000"),
+        (["MODEL", "--grpc"], "--grpc: not supported with a role"),
+        (["MODEL", "--attention-args=--grpc"], "--grpc: not supported with a role"),
+        (["MODEL", "--additional-config", '{"afd": {"prot": 1}}'], "did you mean 'port'?"),
+        (["MODEL", "--ffn-args=--additional-config={"], "expected a JSON object"),
+        (["MODEL", "--afd-port", "5", "--additional-config", '{"afd": {"port": 6}}'], "key 'port' is 6 there and 5"),
+        (["MODEL", "--ffn-args='x"], "expected words as a shell has them"),
     ],
 )
 def test_wrong_usage_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--port", "--ffn-port"])
+def test_a_taken_port_is_named_before_anything_starts(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ["up", "MODEL", "--log-dir", str(tmp_path / "logs"), "--port", str(free_port()), option, str(port)]
+        assert main(words) == 2
+    assert f"{option} {port}: expected the port to be free" in capsys.readouterr().err
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "a-name-that-is-longer-than-what-fits-into-the-address-of-a-socket.example"]
+)
+def test_a_taken_meeting_point_is_named_before_anything_starts(
+    host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from afdpatch.runtime.connectors._memory import address_of, readable
+
+    port = free_port()
+    address = address_of(host, port, 0)
+    assert checks.meeting_point(host, port) == readable(address)
+    words = ["up", "MODEL", "--log-dir", str(tmp_path / "logs"), "--port", str(free_port()), "--afd-port", str(port)]
+    words += ["--additional-config", json.dumps({"afd": {"host": host}})]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as taken:
+        taken.bind(address)
+        taken.listen()
+        assert main(words) == 2
+    assert f"--afd-port {port}: expected the pair's meeting point {readable(address)}" in capsys.readouterr().err
+    assert not (tmp_path / "logs").exists()
+
+
+def test_our_own_error_comes_first_and_routes_are_left_out(tmp_path: Path, fakes: tuple[Fake, Fake]) -> None:
+    words = ["ValueError: an earlier one"]
+    words += ["(W pid=1) ERROR 01-01 00:00:00 [x.py:1] afdpatch.runtime.connectors.base.GreetingMismatch: other model"]
+    words += ["(A pid=1) INFO 01-01 00:00:00 [l.py:1] Route: /health, Methods: GET"] * 30
+    words += ['INFO:     127.0.0.1:5 - "GET /health HTTP/1.1" 503 Service Unavailable'] * 30
+    (fakes[0].folder / "last words").write_text("\n".join(words))
+    fakes[0].say("die")
+    with up(tmp_path, fakes, "--port", str(free_port())) as running:
+        assert running.process.wait(60) == 1
+    out = (tmp_path / "out").read_text()
+    assert "attention: ended with exit code 3: afdpatch.runtime.connectors.base.GreetingMismatch: other model\n" in out
+    assert out.index("GreetingMismatch") < out.index("the first exception: ValueError: an earlier one")
+    assert "told to die" in out[out.index("the last lines of") :]
+    assert "Route:" not in out and "GET /health" not in out
+
+
+def test_a_flood_of_warnings_is_cut_and_counted(tmp_path: Path, fakes: tuple[Fake, Fake]) -> None:
+    for fake in fakes:
+        fake.say("ready")
+    with up(tmp_path, fakes, "--port", str(free_port()), "--format", "json") as running:
+        running.wait_for("serving")
+        flood = ["(W pid=1) WARNING 01-01 00:00:00 [x.py:1] again"] * 50
+        (fakes[1].folder / "last words").write_text("\n".join(flood))
+        fakes[1].say("die")
+        assert running.process.wait(60) == 1
+        assert sum(event["text"] == "again" for event in running.events("log")) <= 20
+        (more,) = running.events("more")
+        assert more["lines"] >= 30 and more["log"].endswith("ffn.log")
+
+
+def test_where_the_logs_go_is_said_once_and_a_killed_server_by_its_signal(
+    tmp_path: Path, fakes: tuple[Fake, Fake]
+) -> None:
+    for fake in fakes:
+        fake.say("ready")
+    with up(tmp_path, fakes, "--port", str(free_port())) as running:
+        wait_until(lambda: "Ctrl-C ends both" in running.out.read_text())
+        os.kill(fakes[1].pids()[0], signal.SIGKILL)
+        assert running.process.wait(60) == 1
+    out = running.out.read_text()
+    assert out.count(str(tmp_path / "logs" / "attention.log")) == 1
+    assert "ffn: ended with signal 9 (SIGKILL)" in out
