@@ -42,6 +42,7 @@ class Launch(ctypes.Structure):
                 "initiator",
                 "mode",
                 "packed",
+                "gated",
                 "overlap",
             )
         ],

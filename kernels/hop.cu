@@ -68,6 +68,7 @@ struct Launch {
   uint32_t initiator;     // 1: this side sends first
   uint32_t mode;          // 1 send, 2 receive, 3 both, in this order
   uint32_t packed;
+  uint32_t gated;         // packed: one thread of a block waits for the message, then all take their lines
   uint32_t overlap;       // 1: may be launched while its predecessor still runs, and waits for it on the device
 };
 
@@ -203,15 +204,35 @@ __device__ bool await_line(const Launch& a, void* line, uint32_t n, uint32_t& x,
   return true;
 }
 
+// By all workers of a block: wait until the block's first line is there, looked at by one thread. Tens of thousands of
+// threads that look at the memory where the peer writes can hold its writes up for a millisecond, hop after hop.
+__device__ bool gate(const Launch& a, uint32_t n, uint32_t workers, bool broken) {
+  __shared__ uint32_t open;
+  if (threadIdx.x == 0) {
+    const char* line = a.own + kLinesAt + 16ull * blockIdx.x * a.per_block;
+    Patience patience;
+    uint64_t x, y;
+    uint32_t found = 0;
+    while (!broken) {
+      peek_line(line, x, y);
+      found = uint32_t(x >> 32);
+      if (found || patience.ends(a, n)) break;
+    }
+    open = found;
+  }
+  asm volatile("bar.sync 1, %0;" ::"r"(workers) : "memory");
+  return open != 0;
+}
+
 // The last warp is there for the header, so that no thread waits for two lines one after the other.
 template <bool kSend, bool kReceive>
 __global__ void __launch_bounds__(kMaxThreads) packed_hop(const Launch a) {
   begin();
-  if (peek(&a.record->code)) return;
   const uint32_t workers = blockDim.x - 32;
   const uint32_t n = number(a, kSend);
+  const bool broken = peek(&a.record->code) != 0;  // threads may differ: none may leave before the gate
   if (threadIdx.x >= workers) {
-    if (blockIdx.x != 0 || threadIdx.x != workers || !in_turn(a, kSend)) return;
+    if (broken || blockIdx.x != 0 || threadIdx.x != workers || !in_turn(a, kSend)) return;
     uint32_t place, rows;
     if (kSend) push_line(a.peer + kHeaderAt, (a.layer << 16) | a.micro_batch, a.rows, n);
     if (kReceive && !(await_line(a, a.own + kHeaderAt, n, place, rows) && fits(a, place, rows))) return;
@@ -220,7 +241,7 @@ __global__ void __launch_bounds__(kMaxThreads) packed_hop(const Launch a) {
   }
   const uint32_t first = blockIdx.x * a.per_block + threadIdx.x;
   const uint32_t last = min(a.units, (blockIdx.x + 1) * a.per_block);
-  if (kSend) {
+  if (kSend && !broken) {
     const uint2* source = static_cast<const uint2*>(a.source);
 #pragma unroll 4
     for (uint32_t i = first; i < last; i += workers) {
@@ -229,12 +250,22 @@ __global__ void __launch_bounds__(kMaxThreads) packed_hop(const Launch a) {
     }
   }
   if (kReceive) {
+    if (a.gated && !gate(a, n, workers, broken)) return;
+    if (broken) return;
     uint2* out = static_cast<uint2*>(a.out);
     for (uint32_t i = first; i < last; i += workers) {
       uint2 v;
       if (!await_line(a, a.own + kLinesAt + 16ull * i, n, v.x, v.y)) return;
       out[i] = v;
     }
+  }
+}
+
+__device__ __forceinline__ void load_some(const void* source, uint32_t base, uint32_t last, uint4 (&held)[kUnroll]) {
+#pragma unroll
+  for (uint32_t k = 0; k < kUnroll; ++k) {
+    const uint32_t i = base + k * blockDim.x;
+    if (i < last) held[k] = static_cast<const uint4*>(source)[i];
   }
 }
 
@@ -247,13 +278,7 @@ __global__ void __launch_bounds__(kMaxThreads) bulk_hop(const Launch a) {
   uint32_t n = 0;
   bool stop = false;
   uint4 held[kUnroll];
-  if (kSend) {
-#pragma unroll
-    for (uint32_t k = 0; k < kUnroll; ++k) {
-      const uint32_t i = first + k * blockDim.x;
-      if (i < last) held[k] = static_cast<const uint4*>(a.source)[i];
-    }
-  }
+  if (kSend) load_some(a.source, first, last, held);
   if (leads) {
     stop = peek(&a.record->code) != 0;
     n = number(a, kSend);
@@ -267,13 +292,14 @@ __global__ void __launch_bounds__(kMaxThreads) bulk_hop(const Launch a) {
       stamp(mark + 1, a.layer << 16 | a.micro_batch);
       stamp(mark + 2, a.rows);
     }
+    for (uint32_t base = first; base < last; base += kUnroll * blockDim.x) {
+      if (base != first) load_some(a.source, base, last, held);
 #pragma unroll
-    for (uint32_t k = 0; k < kUnroll; ++k) {
-      const uint32_t i = first + k * blockDim.x;
-      if (i < last) push(target + i, held[k]);
+      for (uint32_t k = 0; k < kUnroll; ++k) {
+        const uint32_t i = base + k * blockDim.x;
+        if (i < last) push(target + i, held[k]);
+      }
     }
-    for (uint32_t i = first + kUnroll * blockDim.x; i < last; i += blockDim.x)
-      push(target + i, static_cast<const uint4*>(a.source)[i]);
     __syncthreads();
     if (leads) {
       __threadfence_system();
@@ -345,7 +371,8 @@ int afd_hop_reach(int peer_device) {
   return cudaSuccess;
 }
 
-int afd_hop_launch(const Launch* launch, void* stream) {
+int afd_hop_launch(const void* arguments, void* stream) {
+  const Launch* launch = static_cast<const Launch*>(arguments);
   using Kernel = void (*)(Launch);
   static const Kernel kernels[2][3] = {{bulk_hop<true, false>, bulk_hop<false, true>, bulk_hop<true, true>},
                                        {packed_hop<true, false>, packed_hop<false, true>, packed_hop<true, true>}};

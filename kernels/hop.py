@@ -21,6 +21,7 @@ WORDS = 32
 """Of 4 bytes, for the host's words, the first error and the state of each slot on the device."""
 RECORD_WORD = 16
 SEND, RECEIVE = 1, 2
+_REACHED: set[tuple[torch.device, torch.device]] = set()
 
 
 class HopError(RuntimeError):
@@ -175,11 +176,12 @@ class HopBuffers:
         peer._not_open()
         unpack_handle(pack_handle(peer.geometry, peer.initiator, bytes(64)), self.geometry, self.initiator)
         for here, there in ((self, peer), (peer, self)):
-            if here.device != there.device:
+            if here.device != there.device and (here.device, there.device) not in _REACHED:
                 with torch.cuda.device(here.device):
                     self._check(
                         self._library.afd_hop_reach(there.device.index), f"{here.device} can't reach {there.device}"
                     )
+                _REACHED.add((here.device, there.device))
             here._peer = there._own
 
     def send(self, tensor: Tensor, layer: int, micro_batch: int = 0) -> None:
@@ -318,6 +320,7 @@ class HopBuffers:
             initiator=self.initiator,
             mode=mode,
             packed=spread.packed,
+            gated=spread.blocks > g.packed_ungated,
             overlap=self._overlap,
         )
         with torch.cuda.device(self.device):

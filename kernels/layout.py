@@ -26,7 +26,7 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "uint8": 1}
 DTYPES = tuple(ITEM_BYTES)
 
 IPC_BYTES = 64
-_HANDLE = struct.Struct("<4sHBB8IQ64s")
+_HANDLE = struct.Struct("<4sHBB9IQ64s")
 HANDLE_BYTES = _HANDLE.size
 _MAGIC = b"AFDg"
 _VERSION = 1
@@ -55,7 +55,8 @@ class Geometry:
     """One direction of a hop: `slots` slots of at most `max_rows` rows of `hidden` numbers of type `dtype`.
 
     Messages of at most `packed_limit` bytes travel packed (each word with its own flag), larger ones in bulk. The
-    numbers of blocks and threads bound the GPU's share that a message takes. Equal on both sides.
+    numbers of blocks and threads bound the GPU's share that a message takes. In a packed message of more than
+    `packed_ungated` blocks one thread of a block waits for all. Equal on both sides.
 
     Raises:
         LayoutError: a number out of its range, an unknown dtype, rows that aren't a multiple of 16 bytes.
@@ -66,10 +67,11 @@ class Geometry:
     dtype: str = "bfloat16"
     slots: int = 1
     packed_limit: int = 256 * 1024
-    packed_blocks: int = 64
+    packed_blocks: int = 128
     packed_workers: int = 256
-    bulk_blocks: int = 128
-    bulk_threads: int = 512
+    packed_ungated: int = 0
+    bulk_blocks: int = 64
+    bulk_threads: int = 256
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -81,6 +83,7 @@ class Geometry:
             ("packed_limit", 0, 1 << 26),
             ("packed_blocks", 1, MAX_BLOCKS),
             ("packed_workers", 32, 992),
+            ("packed_ungated", 0, MAX_BLOCKS),
             ("bulk_blocks", 1, MAX_BLOCKS),
             ("bulk_threads", 32, 1024),
         ):
@@ -206,6 +209,7 @@ _FIELDS = (
     "packed_limit",
     "packed_blocks",
     "packed_workers",
+    "packed_ungated",
     "bulk_blocks",
     "bulk_threads",
     "total_bytes",

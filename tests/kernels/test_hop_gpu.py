@@ -74,6 +74,7 @@ def test_a_slot_after_a_send_and_the_rows_of_a_receive_are_the_references(limit:
         packed_limit=limit,
         packed_blocks=pick.choice([1, 7, 64, 128]),
         packed_workers=pick.choice([32, 256, 992]),
+        packed_ungated=pick.choice([0, 128]),
         bulk_blocks=pick.choice([1, 5, 128]),
         bulk_threads=pick.choice([32, 512, 1024]),
     )
@@ -101,6 +102,25 @@ def test_a_slot_after_a_send_and_the_rows_of_a_receive_are_the_references(limit:
             if not geometry.spread(rows).packed or out is not None:
                 assert torch.equal(flags, found)  # every flag is reset, nothing else has changed
             assert first.status().code == second.status().code == HopCode.OK
+    first.close(), second.close()
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 20], ids=["bulk", "packed"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_exchange_sends_and_finds_what_the_reference_wrote(limit: int, copied: bool) -> None:
+    geometry = Geometry(70, 1040, slots=2, packed_limit=limit)
+    first, second = make(geometry)
+    for number, rows in enumerate((1, 70, 13, 64), start=1):
+        sent, reply = noise(rows, geometry, DEVICES[0]), noise(rows, geometry, "cpu")
+        answered = first.slot(1).cpu()
+        reference.write(answered, geometry, reply, number, 9, 1)
+        first.slot(1).copy_(answered)
+        expected = second.slot(1).cpu()
+        reference.write(expected, geometry, sent.cpu(), number, 9, 1)
+        got = first.exchange(sent, 9, 1, torch.zeros_like(sent) if copied else None)
+        wait()
+        assert first.status().code == HopCode.OK and same(got, reply)
+        assert torch.equal(second.slot(1).cpu(), expected)
     first.close(), second.close()
 
 

@@ -69,8 +69,9 @@ def test_a_handle_crosses_between_the_two_roles_only(geometry: Geometry, ipc: by
         ("packed_limit", 0),
         ("packed_blocks", 32),
         ("packed_workers", 128),
-        ("bulk_blocks", 64),
-        ("bulk_threads", 256),
+        ("packed_ungated", 5),
+        ("bulk_blocks", 32),
+        ("bulk_threads", 512),
     ],
 )
 def test_a_handle_of_another_geometry_is_refused_by_name(field: str, value: object) -> None:
@@ -154,7 +155,7 @@ def test_the_cuda_source_has_the_same_numbers() -> None:
     assert body
     fields = re.findall(r"(\w+);", re.sub(r"//.*", "", body[1]))
     assert fields == [name for name, *_ in build.Launch._fields_]
-    assert ctypes.sizeof(build.Launch) == 8 * 10 + 4 * 12
+    assert ctypes.sizeof(build.Launch) == 8 * 10 + 4 * 13 + 4
     codes = re.search(r"enum Code : uint32_t \{(.*?)\};", source)
     assert codes
     from afdpatch.kernels.hop import HopCode
