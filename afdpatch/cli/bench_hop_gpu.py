@@ -39,7 +39,7 @@ class Case:
     """One line: how `rows` rows travel."""
 
     transport: str
-    """"one-sided" or "nccl"."""
+    """"one-sided", "nccl" (torch.distributed) or "nccl direct" (NCCL's own calls)."""
     rows: int
     graph: bool = True
     launches: int = 1
@@ -161,6 +161,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
         ]
         if not args.no_nccl:
             lines += [Case("nccl", rows, graph=graph, replays=replays // 10 + 1, **one) for graph in (True, False)]
+            lines.append(Case("nccl direct", rows, replays=replays // 10 + 1, **one))
     return lines
 
 
@@ -204,6 +205,9 @@ class _Side:
 
         self.first, self.pipe, self.case, self.port = first, pipe, case, port
         self.device = torch.device("cuda", device)
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        # NCCL would keep the addresses of a captured graph's tensors beyond the case.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         torch.cuda.set_device(self.device)
         self.sent = torch.randn(case.rows, hidden, device=self.device).bfloat16()
         self.out = torch.full_like(self.sent, float("nan"))
@@ -279,8 +283,8 @@ class _Side:
     @contextlib.contextmanager
     def _hops(self) -> Iterator[tuple[Callable[[], None], HopBuffers | None]]:
         """What puts the case's hops into the current stream."""
-        if self.case.transport == "nccl":
-            yield self._nccl(), None
+        if self.case.transport != "one-sided":
+            yield self._direct() if self.case.transport == "nccl direct" else self._nccl(), None
             return
         import torch
 
@@ -326,11 +330,28 @@ class _Side:
         self._meet()
         buffers.close()
 
+    def _direct(self) -> Callable[[], None]:
+        import torch
+
+        from afdpatch.cli.bench_hop_gpu_nccl import direct
+
+        nccl = direct(self.first, self.pipe)
+
+        def hops() -> None:
+            stream = torch.cuda.current_stream().cuda_stream
+            for _ in range(self.case.hops):
+                if self.first:
+                    nccl.send(self.sent, stream)
+                nccl.receive(self.out, stream)
+                if not self.first:
+                    nccl.send(self.out, stream)
+
+        return hops
+
     def _nccl(self) -> Callable[[], None]:
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            os.environ["NCCL_NVLS_ENABLE"] = "0"
             dist.init_process_group(
                 "nccl",
                 init_method=f"tcp://127.0.0.1:{self.port}",

@@ -58,7 +58,7 @@ def print_table(report: dict[str, Any]) -> None:
         f"torch {host['torch']}, NCCL {host['nccl']}",
         title_justify="left",
     )
-    for column in ("rows", *names, "hop p50 / p99", "p99 / p50", "NCCL / one-sided"):
+    for column in ("rows", *names, "hop p50 / p99", "p99 / p50", "NCCL / one-sided", "direct / one-sided"):
         table.add_column(column, justify="right")
     for count, line in rows.items():
         ours = line["one-sided"]
@@ -67,9 +67,10 @@ def print_table(report: dict[str, Any]) -> None:
             f"{ours['hop_p50_us']:.2f} / {ours['hop_p99_us']:.2f}",
             f"{ours['hop_p99_us'] / ours['hop_p50_us']:.2f}",
         ]
-        cells.append(f"{line['nccl']['p50_us'] / ours['p50_us']:.1f}" if "nccl" in line else "")
+        for name in ("nccl", "nccl direct"):
+            cells.append(f"{line[name]['p50_us'] / ours['p50_us']:.1f}" if name in line else "")
         table.add_row(str(count), *cells)
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
+    Console(width=None if sys.stdout.isatty() else 220).print(table)
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -81,14 +82,19 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
     lines = _rows_of(report)
-    for name, colour in (("nccl", "#b5651d"), ("one-sided, two launches", "#7a9cc6"), ("one-sided", "#1f4e8c")):
+    for name, colour in (
+        ("nccl", "#b5651d"),
+        ("nccl direct", "#d9a066"),
+        ("one-sided, two launches", "#7a9cc6"),
+        ("one-sided", "#1f4e8c"),
+    ):
         points = [(rows, line[name]) for rows, line in lines.items() if name in line]
         if not points:
             continue
         x, y = [rows for rows, _ in points], [result["p50_us"] for _, result in points]
         low = [result["p50_us"] - min(result["repeats_us"]) for _, result in points]
         high = [max(result["repeats_us"]) - result["p50_us"] for _, result in points]
-        label = {"nccl": "NCCL send and receive"}.get(name, name)
+        label = {"nccl": "NCCL by torch.distributed", "nccl direct": "NCCL's own calls"}.get(name, name)
         axes.errorbar(x, y, yerr=(low, high), color=colour, marker="o", markersize=4, capsize=3, label=label)
         for a, b in zip(x, y, strict=True):
             axes.annotate(f"{b:.1f}", (a, b), textcoords="offset points", xytext=(0, 6), ha="center", fontsize=8)
