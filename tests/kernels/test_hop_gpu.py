@@ -158,6 +158,58 @@ def test_replayed_graphs_bring_new_rows_each_time(streams, rows: int, launches: 
     first.close(), second.close()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("rows", [1, 32, 33, 200])
+def test_what_lies_in_a_slot_can_be_sent_from_there(streams, rows: int, overlap: bool) -> None:
+    """No kernel of others between, and each side reads where the other has just written: stale caches would show."""
+    geometry = Geometry(200, 512, packed_limit=32 * 1024)
+    first, second = make(geometry, overlap=overlap)
+    layers = 30
+    inputs = torch.zeros(layers, rows, 512, dtype=torch.bfloat16, device=DEVICES[0])
+    outputs = torch.zeros_like(inputs)
+    graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
+    with torch.cuda.device(DEVICES[0]), torch.cuda.graph(graphs[0], stream=streams[0]):
+        for layer in range(layers):
+            first.exchange(first.exchange(inputs[layer], layer), layer, out=outputs[layer])
+    with torch.cuda.device(DEVICES[1]), torch.cuda.graph(graphs[1], stream=streams[1]):
+        for layer in range(2 * layers):
+            second.send(second.receive(rows, layer // 2), layer // 2)
+    for _ in range(200):
+        inputs.normal_()
+        outputs.fill_(float("nan"))
+        wait()
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        wait()
+        assert first.status().code == second.status().code == HopCode.OK
+        assert torch.equal(outputs, inputs)
+    first.close(), second.close()
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs: on one, a stream's wait can hold up the others' launches")
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("limit", [0, 1 << 20], ids=["bulk", "packed"])
+def test_micro_batches_go_their_own_way_in_streams_of_their_own(limit: int, overlap: bool) -> None:
+    geometry = Geometry(64, 2048, slots=3, packed_limit=limit)
+    first, second = make(geometry, overlap=overlap)
+    lanes = [(torch.cuda.Stream(DEVICES[0]), torch.cuda.Stream(DEVICES[1])) for _ in range(3)]
+    inputs = [torch.randn(60, rows, 2048, device=DEVICES[0]).bfloat16() for rows in (64, 17, 1)]
+    outputs = [torch.zeros_like(part) for part in inputs]
+    wait()
+    for layer in range(60):
+        for slot, (ours, theirs) in enumerate(lanes):
+            with torch.cuda.stream(ours):
+                first.exchange(inputs[slot][layer], layer, slot, outputs[slot][layer])
+            with torch.cuda.stream(theirs):
+                second.send(second.receive(inputs[slot].shape[1], layer, slot) * 2, layer, slot)
+    wait()
+    assert first.status().code == second.status().code == HopCode.OK
+    for part, out in zip(inputs, outputs, strict=True):
+        assert torch.equal(out, part * 2)
+    first.close(), second.close()
+
+
 @pytest.mark.parametrize("limit", [0, 1 << 20], ids=["bulk", "packed"])
 def test_rows_of_two_attention_ranks_come_together_in_one_batch(limit: int) -> None:
     geometry = Geometry(64, 256, packed_limit=limit)
