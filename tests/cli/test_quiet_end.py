@@ -17,7 +17,9 @@ def test_a_reader_that_has_gone_ends_it_quietly(words: list[str]) -> None:
         )
     finally:
         os.close(writer)
-    assert (done.returncode, done.stderr) == (141, "")
+    # argparse takes the error by itself where all of its text went out at once.
+    assert done.returncode in ((0, 141) if words == ["--help"] else (141,))
+    assert done.stderr == ""
 
 
 def test_a_broken_pipe_of_something_else_is_not_hidden() -> None:
