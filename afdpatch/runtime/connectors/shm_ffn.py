@@ -248,7 +248,8 @@ class ShmFfnConnector(FfnConnector):
             taken = self._connected(theirs.rank)
             if taken is not None:
                 reason = f"attention rank {theirs.rank} is connected already (process {taken.pid})"
-                self._end_pending(fd, Refusal(f"{reason}; give each pair a port of its own, or each attention server a rank of its own"))
+                advice = "give each pair a port of its own, or each attention server a rank of its own"
+                self._end_pending(fd, Refusal(f"{reason}; {advice}"))
                 return
             if len(fds) != 1:
                 raise ProtocolError("descriptors", len(fds), "1, the memfd")
