@@ -66,19 +66,19 @@ print(time.process_time() - begin)
 """
 
 
-def import_ms() -> dict[str, Any]:
+def import_ms(pairs: int = PAIRS) -> dict[str, Any]:
     """Milliseconds of CPU time of `import afdpatch`, from bytecode, and of wrapt, which is part of it."""
     for folder in (Path(afdpatch.__file__).parent, *(ROOT / name for name in ("kernels", "manifests", "patches"))):
         compileall.compile_dir(folder, quiet=2)
     found: dict[str, list[float]] = {"nothing": [], "wrapt": [], "afdpatch": []}
-    for _ in range(PAIRS):
+    for _ in range(pairs):
         for name, times in found.items():
             what = "pass" if name == "nothing" else f"import {name}"
             program = IMPORT.format(modules=", ".join(VLLM_LOADS), what=what)
             done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
             times.append(float(done.stdout) * 1e3)
     return {
-        name: {"least": round(min(times), 2), "median": round(sorted(times)[PAIRS // 2], 2)}
+        name: {"least": round(min(times), 2), "median": round(sorted(times)[pairs // 2], 2)}
         for name, times in found.items()
     }
 

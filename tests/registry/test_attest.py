@@ -171,6 +171,7 @@ def test_this_process_was_not_started_by_multiprocessing() -> None:
     assert start_method() == "exec"
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_process_forked_in_the_middle_of_a_call_fails_at_once(world: World) -> None:
     source = """
     import threading

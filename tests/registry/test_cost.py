@@ -13,7 +13,9 @@ from tests.registry.conftest import World
 
 
 def test_the_import_takes_at_most_30_ms_of_what_vllm_does_not_import_anyway() -> None:
-    found = import_ms()["afdpatch"]["least"]
+    found = import_ms(pairs=2)["afdpatch"]["least"]
+    if found > 30:  # the least counts: a busy machine needs more attempts
+        found = import_ms()["afdpatch"]["least"]
     if found > 30 and os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
         pytest.skip("the machine is overloaded")
     assert found <= 30

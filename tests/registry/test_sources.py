@@ -235,8 +235,8 @@ def test_the_whole_manifest_is_verified_in_two_seconds() -> None:
     if spec is None or spec.origin is None:
         pytest.skip("no vllm here")
     root = str(Path(spec.origin).parents[1])
-    times = []
-    for _ in range(2):
+    times: list[float] = []
+    while len(times) < 2 and not any(taken < 2 for taken in times):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [sys.executable, "-m", "afdpatch", "verify", "--format", "json", "--source", root]
         done = subprocess.run(command, capture_output=True, text=True)
