@@ -20,7 +20,8 @@ def run_engine_core(*args: Any, dp_rank: int = 0, local_dp_rank: int = 0, **kwar
         # The parent had a server with AFD before this one without: in this process nothing is applied.
         from vllm.v1.engine.core import EngineCoreProc
 
-        return EngineCoreProc.run_engine_core(*args, dp_rank=dp_rank, local_dp_rank=local_dp_rank, **kwargs)
+        EngineCoreProc.run_engine_core(*args, dp_rank=dp_rank, local_dp_rank=local_dp_rank, **kwargs)
+        return
     afdpatch.patchset.apply(role=settings.role, process="engine-core")
     sign()
     afdpatch.patchset.original(ENTRY)(*args, dp_rank=dp_rank, local_dp_rank=local_dp_rank, **kwargs)
