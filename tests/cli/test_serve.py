@@ -32,7 +32,13 @@ def command(fake: Fake) -> list[str]:
 
 @contextmanager
 def serve(fake: Fake) -> Iterator["subprocess.Popen[str]"]:
-    with subprocess.Popen(command(fake), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command(fake),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # it is ignored below nohup, and inherited
+    ) as process:
         try:
             yield process
         finally:
