@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -200,7 +199,7 @@ def test_a_process_forked_in_the_middle_of_a_call_fails_at_once(world: World) ->
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             break
-        time.sleep(0.1)
+        threading.Event().wait(0.1)
     else:
         os.kill(child, 9)
         pytest.fail("the forked process hangs")
