@@ -7,7 +7,7 @@ SELECT ?= not gpu and not full
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env test test-unit demo lint lock clean
+.PHONY: help env test test-full test-unit demo lint lock clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,6 +17,9 @@ env: ## the virtual environment .venv, complete and pinned (PYTHON=... picks the
 
 test: env ## the tests that CI runs: unit tests and end-to-end tests on the CPU
 	@$(BIN)/python -m pytest -m "$(SELECT)" $(PYTEST_ARGS)
+
+test-full: env ## everything but what needs a GPU: also budgets of time, and what is too long for CI
+	@$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
 
 test-unit: env ## the tests without vLLM servers
 	@$(BIN)/python -m pytest -m "$(SELECT) and not e2e" $(PYTEST_ARGS)

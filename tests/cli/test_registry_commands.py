@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +250,7 @@ def test_help_teaches_with_an_example_and_exit_codes(command: str, capsys: pytes
     "words",
     [["list"], ["explain", "http.middleware"], ["map"], *(["verify", "--format", form] for form in ("sarif", "junit"))],
 )
-def test_a_command_takes_less_than_two_seconds_and_imports_neither_vllm_nor_torch(words: list[str]) -> None:
+def test_a_command_imports_neither_vllm_nor_torch(words: list[str]) -> None:
     try:
         SourceTree.installed(Manifest.read(OWN).package)
     except FileNotFoundError:
@@ -260,17 +259,9 @@ def test_a_command_takes_less_than_two_seconds_and_imports_neither_vllm_nor_torc
         "import sys\nfrom afdpatch.cli import main\ncode = main(sys.argv[1:])\n"
         "print(code, sorted({'vllm', 'torch', 'asyncio'} & set(sys.modules)), file=sys.stderr)\n"
     )
-    spent = []
-    for _ in range(3):
-        before = sum(os.times()[2:4])
-        begin = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
-        spent.append(min(time.perf_counter() - begin, sum(os.times()[2:4]) - before))
-        assert done.returncode == 0, done.stderr
-        assert re.search(r"^\d \[(?:'asyncio')?\]$", done.stderr, re.MULTILINE), done.stderr
-        if spent[-1] < 2:
-            return
-    raise AssertionError(f"{words}: {spent} seconds")
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^\d \[(?:'asyncio')?\]$", done.stderr, re.MULTILINE), done.stderr
 
 
 @pytest.mark.parametrize("command", ["verify", "list"])

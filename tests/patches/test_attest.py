@@ -125,6 +125,7 @@ def test_without_a_roll_a_server_is_not_ready(server: Any, monkeypatch: pytest.M
     assert get(middleware, "/health")[0] == 503
 
 
+@pytest.mark.full  # a budget of time: `make test-full`, on a quiet machine
 def test_the_roll_is_read_in_less_than_a_millisecond(server: Any) -> None:
     middleware, roll, _ = server
     for pid in range(20):

@@ -12,6 +12,7 @@ from tests.bench.cost import import_ms
 from tests.registry.conftest import World
 
 
+@pytest.mark.full  # a budget of time: `make test-full`, on a quiet machine
 def test_the_import_takes_at_most_30_ms_of_what_vllm_does_not_import_anyway() -> None:
     found = import_ms(pairs=2)["afdpatch"]["least"]
     if found > 30:  # the least counts: a busy machine needs more attempts

@@ -73,6 +73,7 @@ def test_a_spawned_child_gets_a_replacement_by_its_own_name(world: World, tmp_pa
     assert done.stdout.strip() == "child 8 applied"
 
 
+@pytest.mark.full  # a budget of time: `make test-full`, on a quiet machine
 def test_the_command_takes_less_than_two_seconds(world: World) -> None:
     world.declare(world.entry())
     assert world.pin() == 0

@@ -228,6 +228,7 @@ sys.exit(main(sys.argv[1:]))
         assert done.returncode == 0, done.stderr + done.stdout
 
 
+@pytest.mark.full  # a budget of time: `make test-full`, on a quiet machine
 def test_the_whole_manifest_is_verified_in_two_seconds() -> None:
     """Processor time, since the machine may be busy; on the installed package's tree as a plain directory."""
     resource = pytest.importorskip("resource")
