@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -246,10 +247,26 @@ def test_help_teaches_with_an_example_and_exit_codes(command: str, capsys: pytes
     assert re.search(r"exit codes[^\n]*:\n", text) and re.search(r"^  2  usage", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["list"], ["explain", "http.middleware"], ["map"], *(["verify", "--format", form] for form in ("sarif", "junit"))],
-)
+TIMED = [
+    ["list"],
+    ["explain", "http.middleware"],
+    ["map"],
+    *(["verify", "--format", form] for form in ("sarif", "junit")),
+]
+
+
+@pytest.mark.full  # a budget of time: `make test-full`, on a quiet machine
+@pytest.mark.parametrize("words", TIMED)
+def test_a_command_takes_less_than_two_seconds(words: list[str]) -> None:
+    spent = []
+    for _ in range(3):
+        before, begin = sum(os.times()[2:4]), time.perf_counter()
+        subprocess.run([sys.executable, "-m", "afdpatch", *words], check=True, stdout=subprocess.DEVNULL)
+        spent.append(min(time.perf_counter() - begin, sum(os.times()[2:4]) - before))
+    assert min(spent) < 2
+
+
+@pytest.mark.parametrize("words", TIMED)
 def test_a_command_imports_neither_vllm_nor_torch(words: list[str]) -> None:
     try:
         SourceTree.installed(Manifest.read(OWN).package)
@@ -290,7 +307,7 @@ def test_every_schema_names_the_verdicts_and_the_kinds_that_there_are() -> None:
 
 
 def test_no_command_s_module_hides_a_built_in() -> None:
-    assert not {item.module for item in COMMANDS} & set(dir(builtins))
+    assert not {item.module for item in TIMED} & set(dir(builtins))
 
 
 def test_the_packaged_files_are_there() -> None:
