@@ -307,7 +307,7 @@ def test_every_schema_names_the_verdicts_and_the_kinds_that_there_are() -> None:
 
 
 def test_no_command_s_module_hides_a_built_in() -> None:
-    assert not {item.module for item in TIMED} & set(dir(builtins))
+    assert not {item.module for item in COMMANDS} & set(dir(builtins))
 
 
 def test_the_packaged_files_are_there() -> None:
