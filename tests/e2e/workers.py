@@ -1,5 +1,6 @@
-"""The FFN worker of the tests: the real one, with switches (zeros for each FFN, a lost patch) and its parameters."""
+"""The FFN worker of the tests: the real one with switches: zeros, a lost patch, a signal at a hop; its parameters."""
 
+import os
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from afdpatch.patches.worker_cpu import FFNWorker
 from tests.e2e.recorder import PARAMETERS, record_parameters
 
 record_parameters()
+FAULT = "AFDPATCH_TEST_FAULT"
+"""`load 9`: this worker sends itself signal 9 once its weights are loaded. `hop N 9`: at its N-th hop."""
 
 
 class SwitchableFFNWorker(FFNWorker):
@@ -16,10 +19,25 @@ class SwitchableFFNWorker(FFNWorker):
 
     zeroed = False
     kept: Any = None
+    left = 0
+    aim = (0, 0)
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Load, and then the fault that the environment asks for."""
+        super().load_model(**kwargs)
+        words = os.environ.get(FAULT, "").split()
+        if words[:1] == ["load"]:
+            os.kill(os.getpid(), int(words[1]))
+        elif words:
+            self.signal_at(int(words[1]), os.getpid(), int(words[2]))
 
     def zero_ffn(self, on: bool) -> None:
         """Worker RPC: zeros instead of the FFN, or the FFN again."""
         self.zeroed = on
+
+    def signal_at(self, hops: int, pid: int, number: int) -> None:
+        """Worker RPC: when the `hops`-th hop from now on is to be computed, send a signal to a process."""
+        self.left, self.aim = hops, (pid, number)
 
     def lose_a_patch(self, on: bool) -> None:
         """Worker RPC: somebody takes a patch away (or puts it back), and the worker attests again."""
@@ -36,5 +54,9 @@ class SwitchableFFNWorker(FFNWorker):
 
     def compute(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
         """The FFN, or zeros."""
+        if self.left:
+            self.left -= 1
+            if not self.left:
+                os.kill(*self.aim)
         result: Any = super().compute(layer, hidden_states)
         return torch.zeros_like(result) if self.zeroed else result
