@@ -240,13 +240,12 @@ def test_an_ffn_server_that_dies_while_the_pair_starts_is_waited_for(
 ) -> None:
     cluster = Cluster(WORDS, tmp_path, extra=EXTRA, ffn_options=ZEROABLE)
     fault = "load 9" if moment == "load" else f"hop {LAYERS // 2} 9"
-    command, port, env = cluster._commands["ffn0"]
     try:
-        cluster._commands["ffn0"] = (command, port, env | {FAULT: fault})
+        cluster.environment("ffn0", **{FAULT: fault})
         first = cluster.start("ffn0")
         cluster.start("attention0")
         until(lambda: first.exit_code is not None, 180, "the FFN server dies")
-        cluster._commands["ffn0"] = (command, port, env)
+        cluster.environment("ffn0", **{FAULT: None})
         cluster.start("ffn0")
         cluster.wait(timeout=200)
         assert tokens_of(cluster.servers["attention0"], SHORT) == expected[SHORT]
