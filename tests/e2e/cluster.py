@@ -93,7 +93,7 @@ class Cluster:
 
     def another(self, like: str, name: str, extra: dict[str, object]) -> Server:
         """A server like one of these with other `connector_extra_config`, on an HTTP port of its own; not started."""
-        command, port, env, host = self._commands[like]
+        command, _, env, host = self._commands[like]
         words = list(command)
         afd = json.loads(words[-1])["afd"]
         afd["connector_extra_config"] |= extra
