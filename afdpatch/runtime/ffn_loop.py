@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from afdpatch.runtime.connectors.base import FfnConnector, IncomingHop
-from afdpatch.runtime.protocol import Greeting
 from afdpatch.runtime.events import Event
+from afdpatch.runtime.protocol import Greeting
 from afdpatch.runtime.status import StatusPage
 
 _IDLE_S = 0.25

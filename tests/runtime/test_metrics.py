@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from afdpatch.runtime.metrics import health, render
 from afdpatch.runtime.events import Event
+from afdpatch.runtime.metrics import health, render
 from afdpatch.runtime.status import State, StatusPage
 
 

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from afdpatch.runtime.events import Event
 from afdpatch.runtime.status import BUCKETS_NS, ENVIRONMENT_KEY, State, StatusPage, StatusPageError
 
 from .helpers import until

@@ -24,6 +24,7 @@ from afdpatch.runtime.connectors.base import (
     InvalidHop,
     PeerLost,
 )
+from afdpatch.runtime.events import Event
 from afdpatch.runtime.protocol import (
     DTYPE_CODES,
     HEADER,
@@ -43,7 +44,6 @@ from afdpatch.runtime.protocol import (
     decode_answer,
     error_text,
 )
-from afdpatch.runtime.events import Event
 from afdpatch.runtime.status import StatusPage
 
 _RETRY_S = 0.05

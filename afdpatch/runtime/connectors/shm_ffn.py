@@ -15,6 +15,7 @@ from torch import Tensor
 
 from afdpatch.runtime.connectors._memory import HopMemory, close_all, peer_user, readable, receive_message
 from afdpatch.runtime.connectors.base import AddressInUse, FfnConnector, IncomingHop, InvalidHop
+from afdpatch.runtime.events import Event
 from afdpatch.runtime.protocol import (
     HEADER,
     HEADER_BYTES,
@@ -32,7 +33,6 @@ from afdpatch.runtime.protocol import (
     control,
     error_message,
 )
-from afdpatch.runtime.events import Event
 from afdpatch.runtime.status import StatusPage
 
 _BACKLOG = 64
