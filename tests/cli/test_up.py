@@ -22,16 +22,14 @@ from .conftest import Fake, alive, wait_until
 DRIVER = """
 import sys
 from pathlib import Path
-from afdpatch.cli import main, topology
-from afdpatch.cli.servers import Server
-real = topology.afd_servers
-def afd_servers(*args, **kwargs):
-    pair = real(*args, **kwargs)
-    for server, folder in zip(pair, sys.argv[1:3]):
+from afdpatch.cli import main, report
+real = report.bring_up
+def bring_up(servers, *args, **kwargs):
+    for server, folder in zip(servers, sys.argv[1:3]):
         server.command = [sys.executable, sys.argv[3], folder, str(server.port)]
         server.grace = 0.3
-    return pair
-topology.afd_servers = afd_servers
+    return real(servers, *args, **kwargs)
+report.bring_up = bring_up
 sys.exit(main(["up", "MODEL", *sys.argv[4:]]))
 """
 
