@@ -16,8 +16,14 @@ import secrets
 import stat
 
 from afdpatch.runtime.config import ConfigError
-from afdpatch.runtime.protocol import MAX_GREETING_BYTES, PROTOCOL_VERSION, ProtocolError, Refusal
-from afdpatch.runtime.protocol import json_object, refusal_of
+from afdpatch.runtime.protocol import (
+    MAX_GREETING_BYTES,
+    PROTOCOL_VERSION,
+    ProtocolError,
+    Refusal,
+    json_object,
+    refusal_of,
+)
 
 MIN_BYTES, MAX_BYTES = 16, 4096
 MAX_TEXT_BYTES = MAX_GREETING_BYTES + 128
