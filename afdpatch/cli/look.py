@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -65,6 +66,8 @@ def health(url: str, timeout: float) -> tuple[int, str]:
         client.request(f"{url}/health", None, timeout).close()
         return 200, ""
     except client.HttpError as error:
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            return error.status, str(json.loads(error.said)["reason"])
         return error.status, error.said
     except (OSError, http.client.HTTPException) as error:
         return 0, str(error) or type(error).__name__

@@ -134,12 +134,12 @@ def check(args: argparse.Namespace) -> Any:
             raise UsageError(f"{option} {port}: expected 1 to 65535")
     if args.ffn_port is not None and args.port <= args.ffn_port < args.port + shape.attention:
         raise UsageError(f"--ffn-port {args.ffn_port}: an attention server has this port (--port); give another")
-    for option, ours in (
+    for names, ours in (
         (("--tensor-parallel-size", "-tp"), "--attention-tp and --ffn-tp"),
         (("--data-parallel-size", "-dp"), "--attention-dp"),
     ):
-        if any(checks.option_value(args.rest, name) is not None for name in option):
-            raise UsageError(f"{option[0]}: the two roles have sizes of their own; give {ours}")
+        if any(checks.option_value(args.rest, name) is not None for name in names):
+            raise UsageError(f"{names[0]}: the two roles have sizes of their own; give {ours}")
     if args.hosts and not args.dry_run:
         raise UsageError("--hosts: up starts servers on this machine only; add --dry-run to see each host's command")
     checks.check_model(args.rest[0], args.rest)

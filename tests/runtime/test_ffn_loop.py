@@ -9,10 +9,14 @@ import time
 import pytest
 import torch
 
+from afdpatch.runtime.config import AfdConfig
 from afdpatch.runtime.connectors.base import AddressInUse, PeerLost
-from afdpatch.runtime.connectors.shm import ShmFfnConnector
+from afdpatch.runtime.connectors.shm import ShmFfnConnector, address_of
+from afdpatch.runtime.events import Event
 from afdpatch.runtime.ffn_loop import FfnLoop
 from afdpatch.runtime.metrics import health
+from afdpatch.runtime.peer_watch import PeerWatch
+from afdpatch.runtime.route import Route
 from afdpatch.runtime.status import State, StatusPage
 
 from .helpers import HANGING_LAYER, HIDDEN, compute, connected, ffn_process, greeting, new_address, until
@@ -230,3 +234,25 @@ def test_the_address_is_free_after_stopping(address, page):
 def test_a_loop_starts_once(address, page):
     with running(address, page) as loop, pytest.raises(RuntimeError, match="already started"):
         loop.start()
+
+
+def test_an_idle_attention_server_learns_that_its_peer_has_gone(page):
+    name = new_address().strip("\0")
+    config = AfdConfig.parse({"host": name, "connector_extra_config": {"connect_timeout_s": 60.0}})
+    ours = StatusPage.create("attention")
+    ours.set_state(State.READY)
+    counts = {"num_attention_ranks": 1, "num_ffn_ranks": 1}
+    route = Route(config, 0, ours)
+    watch = PeerWatch(route, ours, period_s=0.05)
+    try:
+        with ffn_process(address_of(config.host, config.port, 0), page, **counts) as process:
+            route.connect(greeting("attention", **counts))
+            watch.start()
+            until(lambda: health([ours.snapshot()], time.monotonic())[0], "healthy")
+            process.kill()
+            until(lambda: not health([ours.snapshot()], time.monotonic())[0], "not healthy any more")
+            assert "FFN server is lost, hops wait" in health([ours.snapshot()], time.monotonic())[1]
+            assert ours.snapshot().events[Event.PEER_LOST] == 1 and ours.snapshot().peers == 0
+    finally:
+        assert watch.stop()
+        route.close()
