@@ -17,7 +17,7 @@ from afdpatch.runtime.config import AfdConfig, ConfigError
 from afdpatch.runtime.status import ENVIRONMENT_KEY, StatusPage
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SchedulerConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -30,6 +30,8 @@ SHUTDOWN_S = 10
 leave its shared memory behind."""
 WORKERS = {"cpu": "afdpatch.patches.worker_cpu"}
 """Module of the role's workers, by vLLM's device type."""
+SCHEDULERS = {False: "afdpatch.patches.scheduler.AfdScheduler", True: "afdpatch.patches.scheduler.AfdAsyncScheduler"}
+"""The attention role's scheduler, by whether vLLM schedules asynchronously."""
 
 
 def create_engine_config(
@@ -94,6 +96,8 @@ def _with_afd(
     check_features(tables(), afd, vllm_config)
     require_safetensors(vllm_config.model_config.model, vllm_config.load_config.load_format)
     _check_worker(vllm_config.parallel_config.worker_cls, afd.role)
+    if afd.role == "attention":
+        _settle_scheduler(vllm_config.scheduler_config)
     _verify()
     afdpatch.patchset.apply(role=afd.role, process="api")
     vllm_config.additional_config = settings = AfdSettings(afd, row, afdpatch.patchset.digest, others)
@@ -145,12 +149,32 @@ def _verify() -> None:
 
 def _check_worker(worker_cls: Any, role: str) -> None:
     """A worker class of the user's own must still be the role's."""
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
     from afdpatch.patches.worker import AttentionRole, FFNRole
 
     expected = AttentionRole if role == "attention" else FFNRole
-    found = resolve_obj_by_qualname(worker_cls) if isinstance(worker_cls, str) else worker_cls
-    if not (isinstance(found, type) and issubclass(found, expected)):
+    if not _is_subclass(worker_cls, expected):
         allowed = f"auto, or a subclass of {expected.__module__}.{expected.__qualname__}"
         raise ConfigError("--worker-cls", str(worker_cls), f"allowed for the role {role}: {allowed}")
+
+
+def _settle_scheduler(scheduler: "SchedulerConfig") -> None:
+    """Ours in the place of vLLM's; one of the user's own must understand lost steps too."""
+    from afdpatch.patches.scheduler import AfdAsyncScheduler, AfdScheduler, LostStepScheduler
+
+    if scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
+    elif not _is_subclass(scheduler.scheduler_cls, LostStepScheduler):
+        allowed = " or ".join(f"{cls.__module__}.{cls.__qualname__}" for cls in (AfdScheduler, AfdAsyncScheduler))
+        raise ConfigError(
+            "--scheduler-cls",
+            str(scheduler.scheduler_cls),
+            f"allowed for the role attention: none, or a subclass of {allowed}",
+        )
+
+
+def _is_subclass(given: Any, expected: type) -> bool:
+    """Of a class, or of `module.Class` as vLLM's options name one."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    found = resolve_obj_by_qualname(given) if isinstance(given, str) else given
+    return isinstance(found, type) and issubclass(found, expected)

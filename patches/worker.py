@@ -17,7 +17,9 @@ import afdpatch
 from afdpatch.patches import checkpoint
 from afdpatch.patches.attest import sign
 from afdpatch.patches.model import ffns
+from afdpatch.patches.scheduler import LostStep
 from afdpatch.patches.settings import AfdSettings, settings_of
+from afdpatch.runtime.connectors.base import ConnectorError
 from afdpatch.runtime.connectors.shm import attention_connector, ffn_connector
 from afdpatch.runtime.ffn_loop import FfnLoop
 from afdpatch.runtime.peer_watch import PeerWatch
@@ -26,6 +28,7 @@ from afdpatch.runtime.status import State, StatusPage
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM's handlers are on the logger "vllm"
 
@@ -133,6 +136,7 @@ class AttentionRole:
         super().__init__(*args, **kwargs)
         self.settings = _settings(self.vllm_config, "attention")
         self.link = self.settings.link = AttentionLink(self.settings, self.rank)
+        self._lost: LostStep | None = None
 
     def load_model(self, **kwargs: Any) -> None:
         """Greet, then load this role's weights while the FFN server loads its own."""
@@ -148,6 +152,24 @@ class AttentionRole:
         sign()
         self.link.page.set_state(State.READY)
         return times
+
+    def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
+        """vLLM's own; a step whose forward can't reach an FFN server is answered with `LostStep`, not with an error.
+
+        An error would end the engine. The scheduler (`afdpatch.patches.scheduler`) ends the step's requests instead.
+        """
+        self._lost = None
+        try:
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+        except ConnectorError as error:
+            self._lost = LostStep(scheduler_output, f"{type(error).__name__}: {error}")
+            return self._lost
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's own; with asynchronous scheduling vLLM takes a step's result from here, so also of a lost step."""
+        if self._lost is not None:
+            return self._lost
+        return super().sample_tokens(grammar_output)  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """vLLM's shutdown, then the connection's."""
