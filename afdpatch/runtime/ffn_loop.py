@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from afdpatch.runtime.connectors.base import FfnConnector, IncomingHop
+from afdpatch.runtime.events import Event
 from afdpatch.runtime.protocol import Greeting
 from afdpatch.runtime.status import StatusPage
 
@@ -127,7 +128,7 @@ class FfnLoop:
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             log.exception("layer %d, %d rows: the computation failed", header.layer, header.rows)
-            page.count_error(f"layer {header.layer}: {text}")
+            page.count(Event.ERROR, f"layer {header.layer}: {text}")
             self._connector.reply_error(hop, text)
             return
         page.count_compute(computed - started)

@@ -27,8 +27,7 @@ class _PageCollector(Collector):
             ("afd_hops", "Hops finished.", page.hops),
             ("afd_rows", "Rows of hidden states that went out and came back.", page.rows),
             ("afd_steps", "Forwards of the model.", page.steps),
-            ("afd_errors", "Hops and connections that failed.", page.errors),
-            ("afd_peers_refused", "Connections that were refused.", page.peers_refused),
+            *((f"afd_{event.counter}", event.text, count) for event, count in page.events.items()),
         ):
             yield _counter(name, text, role, count)
         payload = CounterMetricFamily("afd_payload_bytes", "Payload of the hops.", labels=["role", "direction"])

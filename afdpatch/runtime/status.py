@@ -19,8 +19,10 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from afdpatch.runtime.events import Event
+
 ENVIRONMENT_KEY = "AFDPATCH_STATUS_PAGE"
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 _MAGIC = int.from_bytes(b"AFDstat1", "little")
 _SIZE = 8192
 BUCKETS_NS = tuple(step * 10**power for power in range(4, 11) for step in (1, 2, 5))[:19]
@@ -40,6 +42,16 @@ class State(enum.IntEnum):
     STOPPED = 4
 
 
+class PeerState(enum.IntEnum):
+    """How an attention rank stands with its FFN servers; NONE: this worker sends no hops itself."""
+
+    NONE = 0
+    WAITING = 1
+    CONNECTED = 2
+    LOST = 3
+    GIVEN_UP = 4
+
+
 class _Word(enum.IntEnum):
     """Index of each 64-bit word."""
 
@@ -53,15 +65,15 @@ class _Word(enum.IntEnum):
     ROWS = 7
     BYTES_A2F = 8
     BYTES_F2A = 9
-    ERRORS = 10
     STEPS = 11
     LAST_STEP_HOPS = 12
     LAST_STEP_BYTES = 13
     PEERS = 14
-    PEERS_REFUSED = 15
     WEIGHT_BYTES = 16
     WEIGHTS_READ = 17
     WEIGHTS_SKIPPED = 18
+    PEER_STATE = 19
+    EVENTS = 40
     HOP_TIMES = 64
     COMPUTE_TIMES = 96
     STEP_TIMES = 128
@@ -109,12 +121,12 @@ class Snapshot:
     rows: int
     bytes_a2f: int
     bytes_f2a: int
-    errors: int
     steps: int
     last_step_hops: int
     last_step_bytes: int
     peers: int
-    peers_refused: int
+    peer_state: PeerState
+    events: dict[Event, int]
     weight_bytes: int
     weights_read: int
     weights_skipped: int
@@ -123,6 +135,16 @@ class Snapshot:
     hop_times: Histogram
     compute_times: Histogram
     step_times: Histogram
+
+    @property
+    def errors(self) -> int:
+        """Hops that failed."""
+        return self.events[Event.ERROR]
+
+    @property
+    def peers_refused(self) -> int:
+        """Connections that were refused."""
+        return self.events[Event.REFUSED]
 
 
 class StatusPage:
@@ -133,6 +155,7 @@ class StatusPage:
         self._map = mmap.mmap(fd, _SIZE)
         self._words = memoryview(self._map).cast("Q")
         self._text_lock = threading.Lock()
+        self._event_lock = threading.Lock()
         self._step_start_ns = 0
         self._step_hops = 0
         self._step_bytes = 0
@@ -261,16 +284,19 @@ class StatusPage:
         self.set_error(text)
         self._words[_Word.STATE] = int(State.FAILED)
 
-    def count_error(self, text: str) -> None:
-        """Count an error that the server survives, and keep its text."""
-        self._words[_Word.ERRORS] += 1
-        self.set_error(text)
+    def count(self, event: Event, text: str = "", number: int = 1) -> None:
+        """Count an event that the server survives, and keep its text as the last error if there is one.
 
-    def count_refused(self, text: str = "") -> None:
-        """Count a connection that was refused, and keep the reason if there is one."""
-        self._words[_Word.PEERS_REFUSED] += 1
+        Any thread of the worker may call it.
+        """
+        with self._event_lock:
+            self._words[_Word.EVENTS + event.index] += number
         if text:
             self.set_error(text)
+
+    def set_peer_state(self, state: PeerState) -> None:
+        """How this attention rank stands with its FFN servers."""
+        self._words[_Word.PEER_STATE] = int(state)
 
     def set_peers(self, count: int) -> None:
         """How many peers are connected now."""
@@ -329,12 +355,12 @@ class StatusPage:
             rows=words[_ROWS],
             bytes_a2f=words[_A2F],
             bytes_f2a=words[_F2A],
-            errors=words[_Word.ERRORS],
             steps=words[_Word.STEPS],
             last_step_hops=words[_Word.LAST_STEP_HOPS],
             last_step_bytes=words[_Word.LAST_STEP_BYTES],
             peers=words[_Word.PEERS],
-            peers_refused=words[_Word.PEERS_REFUSED],
+            peer_state=PeerState(min(words[_Word.PEER_STATE], PeerState.GIVEN_UP)),
+            events={event: words[_Word.EVENTS + event.index] for event in Event},
             weight_bytes=words[_Word.WEIGHT_BYTES],
             weights_read=words[_Word.WEIGHTS_READ],
             weights_skipped=words[_Word.WEIGHTS_SKIPPED],

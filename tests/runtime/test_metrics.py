@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from afdpatch.runtime.events import Event
 from afdpatch.runtime.metrics import health, render
 from afdpatch.runtime.status import State, StatusPage
 
@@ -30,8 +31,8 @@ def test_every_number_of_the_page_is_rendered(page):
     page.count_hop(3, 100, 30_000)
     page.count_hop(1, 50, 60_000_000_000)
     page.end_step()
-    page.count_error("e")
-    page.count_refused()
+    page.count(Event.ERROR, "e")
+    page.count(Event.REFUSED)
     page.set_weights(10, 4, 6)
     snapshot = page.snapshot()
     seen = series(render(snapshot, snapshot.heartbeat_ns / 1e9 + 2.5))

@@ -10,11 +10,13 @@ from .helpers import until
 
 WRITER = """
 import os, sys
+from afdpatch.runtime.events import Event
 from afdpatch.runtime.status import State, StatusPage
 page = StatusPage.from_environment()
 page.set_worker(); page.set_state(State.READY); page.beat(); page.set_peers(2)
 page.begin_step(); page.count_hop(3, 100, 30_000); page.count_hop(1, 50, 11_000_000_000); page.end_step()
-page.count_compute(9_000); page.count_error("first"); page.count_refused("second"); page.set_weights(10, 4, 6)
+page.count_compute(9_000); page.count(Event.ERROR, "first")
+page.count(Event.REFUSED, "second"); page.set_weights(10, 4, 6)
 page.set_manifest_digest("abcd")
 """
 

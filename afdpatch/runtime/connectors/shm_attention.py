@@ -24,6 +24,7 @@ from afdpatch.runtime.connectors.base import (
     InvalidHop,
     PeerLost,
 )
+from afdpatch.runtime.events import Event
 from afdpatch.runtime.protocol import (
     DTYPE_CODES,
     HEADER,
@@ -210,7 +211,7 @@ class ShmAttentionConnector(AttentionConnector):
                 # Whatever broke the wait (a signal too) leaves an answer on its way, so the connection has to go.
                 self._drop(str(error) or type(error).__name__)
                 if self._page is not None:
-                    self._page.count_error(str(error) or type(error).__name__)
+                    self._page.count(Event.ERROR, str(error) or type(error).__name__)
                 raise
             self._sequence += 1
             if self._page is not None:
@@ -311,7 +312,7 @@ class ShmAttentionConnector(AttentionConnector):
         if header.kind == Kind.ERROR and header.sequence == self._sequence and length < len(self._in):
             text = error_text(memoryview(self._in)[:length])
             if self._page is not None:
-                self._page.count_error(text)
+                self._page.count(Event.ERROR, text)
             raise FfnError(
                 f"hop of layer {layer}, sequence {self._sequence}: the FFN server failed to compute it: {text}; "
                 f"look at that server's log"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from afdpatch.runtime.connectors._memory import HopMemory, close_all, peer_user, readable, receive_message
 from afdpatch.runtime.connectors.base import AddressInUse, FfnConnector, IncomingHop, InvalidHop
+from afdpatch.runtime.events import Event
 from afdpatch.runtime.protocol import (
     HEADER,
     HEADER_BYTES,
@@ -316,7 +317,7 @@ class ShmFfnConnector(FfnConnector):
     def _refused(self, text: str) -> None:
         log.error("%s: refused: %s", readable(self._address), text)
         if self._page is not None:
-            self._page.count_refused(text)
+            self._page.count(Event.REFUSED, text)
 
     def _drop(self, fd: int, why: str | None) -> None:
         """End a connection and free its mapping; ``why`` is None after a goodbye."""
