@@ -11,6 +11,7 @@ from afdpatch.patches.attest import call_the_roll
 from afdpatch.patches.checkpoint import require_safetensors
 from afdpatch.patches.features import check_arguments, check_features, refuse
 from afdpatch.patches.models import tables
+from afdpatch.patches.parallel import check_ranks, set_computes_experts, workers_of
 from afdpatch.patches.settings import AfdSettings
 from afdpatch.registry import Finding, PatchError
 from afdpatch.runtime.config import AfdConfig, ConfigError
@@ -96,15 +97,20 @@ def _with_afd(
     check_features(tables(), afd, vllm_config)
     require_safetensors(vllm_config.model_config.model, vllm_config.load_config.load_format)
     _check_worker(vllm_config.parallel_config.worker_cls, afd.role)
+    parallel = vllm_config.parallel_config
+    check_ranks(afd, parallel)
     if afd.role == "attention":
         _settle_scheduler(vllm_config.scheduler_config)
+        if parallel.data_parallel_size > 1:
+            set_computes_experts(vllm_config.model_config, False)
+            parallel.is_moe_model = False  # vLLM wrote down what it was before this was known
     _verify()
     afdpatch.patchset.apply(role=afd.role, process="api")
     vllm_config.additional_config = settings = AfdSettings(afd, row, afdpatch.patchset.digest, others)
     # A page that the environment names is another server's, whose child this process is.
     page = StatusPage.create(afd.role, settings.digest)
     os.environ[ENVIRONMENT_KEY] = page.path
-    settings.kept = page, call_the_roll(afd.role)
+    settings.kept = page, call_the_roll(afd.role, engines=parallel.data_parallel_size, workers=workers_of(parallel))
     return vllm_config
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -17,6 +18,7 @@ import afdpatch
 from afdpatch.patches import checkpoint
 from afdpatch.patches.attest import sign
 from afdpatch.patches.model import ffns
+from afdpatch.patches.parallel import FfnGroup, place_of, set_computes_experts, shared_hop
 from afdpatch.patches.scheduler import LostStep
 from afdpatch.patches.settings import AfdSettings, settings_of
 from afdpatch.runtime.connectors.base import ConnectorError
@@ -63,13 +65,22 @@ def greeting_of(settings: AfdSettings, vllm_config: "VllmConfig", rank: int) -> 
         micro_batches=1,
         num_attention_ranks=settings.config.num_attention_ranks,
         num_ffn_ranks=settings.config.num_ffn_ranks,
+        tensor_parallel=settings.config.ffn_tp,
     )
 
 
 class Link:
-    """A worker's live side of AFD: the status page, and what the seams count on it."""
+    """A worker's live side of AFD: the status page, and what the seams count on it.
 
-    def __init__(self, settings: AfdSettings) -> None:
+    Attributes:
+        leads: whether this worker is the first of its tensor-parallel group, which alone speaks with the other role.
+        rank: the worker's rank among its role's.
+    """
+
+    def __init__(self, settings: AfdSettings, vllm_config: "VllmConfig", tp_rank: int) -> None:
+        place = place_of(vllm_config.parallel_config, tp_rank)
+        self.leads = tp_rank == 0
+        self.rank = settings.config.rank + place
         page = StatusPage.from_environment()
         if page is None:
             raise RuntimeError(
@@ -99,18 +110,30 @@ class Link:
 class AttentionLink(Link):
     """The attention worker's side: the connector that sends hops."""
 
-    def __init__(self, settings: AfdSettings, rank: int) -> None:
-        super().__init__(settings)
+    def __init__(self, settings: AfdSettings, vllm_config: "VllmConfig", tp_rank: int) -> None:
+        super().__init__(settings, vllm_config, tp_rank)
         self._timeout_s = settings.config.connect_timeout_s
-        self.connector = attention_connector(settings.config, rank, self.page)
+        self._shares = vllm_config.parallel_config.tensor_parallel_size > 1
+        self.connector = attention_connector(settings.config, self.rank, self.page)
         self._watch = PeerWatch(self.connector, self.page)
 
     def connect(self, greeting: Greeting) -> None:
         """Find the FFN server and greet it; from then on its presence is watched."""
-        logger.info("AFD: attention role, waiting up to %g s for the FFN server", self._timeout_s)
-        self.connector.connect(greeting)
-        logger.info("AFD: the FFN server is there")
+        if self.leads:
+            logger.info("AFD: attention role, waiting up to %g s for the FFN server", self._timeout_s)
+            self.connector.connect(greeting)
+            logger.info("AFD: the FFN server is there")
         self._watch.start()
+
+    def hop(self, hidden_states: torch.Tensor, layer: int) -> torch.Tensor:
+        """A layer's FFN, computed by an FFN server: [rows, hidden] -> the same shape.
+
+        Raises:
+            ConnectorError: the step can't go on, on any rank of the tensor-parallel group.
+        """
+        if not self._shares:
+            return self.connector.hop(hidden_states, layer)
+        return shared_hop(get_tp_group(), lambda: self.connector.hop(hidden_states, layer), hidden_states)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -135,15 +158,18 @@ class AttentionRole:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = _settings(self.vllm_config, "attention")
-        self.link = self.settings.link = AttentionLink(self.settings, self.rank)
+        self.link = self.settings.link = AttentionLink(self.settings, self.vllm_config, self.rank)
+        # The rank goes alone by now; its model's classes, built without memory, still want vLLM's group for experts.
+        set_computes_experts(self.vllm_config.model_config, True)
         self._lost: LostStep | None = None
 
     def load_model(self, **kwargs: Any) -> None:
         """Greet, then load this role's weights while the FFN server loads its own."""
         self.link.page.set_state(State.LOADING)
-        self.link.connect(greeting_of(self.settings, self.vllm_config, self.rank))
+        self.link.connect(greeting_of(self.settings, self.vllm_config, self.link.rank))
         super().load_model(**kwargs)  # type: ignore[misc]
-        self.link.connector.wait_ready()
+        if self.link.leads:
+            self.link.connector.wait_ready()
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """vLLM's warm-up, whose forwards hop like any other; then the server is ready."""
@@ -190,29 +216,37 @@ class FFNRole:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = _settings(self.vllm_config, "ffn")
-        self.link = self.settings.link = Link(self.settings)
+        self.link = self.settings.link = Link(self.settings, self.vllm_config, self.rank)
         self.ffns: dict[int, torch.nn.Module] = {}
         self.loop: FfnLoop | None = None
+        self.group: FfnGroup | None = None
 
     def load_model(self, **kwargs: Any) -> None:
-        """Listen and greet, then load this role's weights; hops wait until `compile_or_warm_up_model`."""
+        """Listen and greet, then load this role's weights; hops wait until `compile_or_warm_up_model`.
+
+        Of a tensor-parallel group the first rank does that; the others wait for what it tells them to compute.
+        """
         page = self.link.page
         page.set_state(State.LOADING)
-        self.loop = FfnLoop(
-            ffn_connector(self.settings.config, self.rank, page),
-            self.compute,
-            page,
-            greeting_of(self.settings, self.vllm_config, self.rank),
-            wrap=torch.inference_mode,
-            on_death=_die,
-        )
-        self.loop.start()
+        greeting = greeting_of(self.settings, self.vllm_config, self.link.rank)
+        compute = self.compute
+        if self.vllm_config.parallel_config.tensor_parallel_size > 1:
+            dtype = self.vllm_config.model_config.dtype
+            self.group = FfnGroup(get_tp_group(), self.compute, greeting.hidden_size, dtype, page.beat, _die)
+            compute = self.group.compute
+        if self.link.leads:
+            connector = ffn_connector(self.settings.config, self.link.rank, page)
+            self.loop = FfnLoop(connector, compute, page, greeting, wrap=torch.inference_mode, on_death=_die)
+            self.loop.start()
         super().load_model(**kwargs)  # type: ignore[misc]
         found = ffns(self.model_runner.get_model(), self.settings.row)
         self.ffns = {layer: ffn for _, layer, _, ffn in found}
 
     def compute(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The FFN of one layer: hidden states [rows, hidden] -> the same shape. Runs in the loop's thread."""
+        """This rank's part of the FFN of one layer: hidden states [rows, hidden] -> the same shape.
+
+        Runs in the loop's thread, or in the group's on a rank that doesn't lead.
+        """
         with set_forward_context(None, self.vllm_config, num_tokens=hidden_states.shape[0]):
             result: torch.Tensor = self.ffns[layer](hidden_states)
             return result
@@ -227,8 +261,10 @@ class FFNRole:
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Nothing to warm up; from now on hops are served."""
-        assert self.loop is not None
-        self.loop.serve()
+        if self.group is not None:
+            self.group.start()
+        if self.loop is not None:
+            self.loop.serve()
         sign()
         self.link.page.set_state(State.READY)
         logger.info("AFD: FFN role, serving the FFNs of %d layers", len(self.ffns))
@@ -250,6 +286,8 @@ class FFNRole:
         try:
             if self.loop is not None:
                 self.loop.stop(STOP_S)
+            if self.group is not None:
+                self.group.stop(STOP_S)
             self.link.page.set_state(State.STOPPED)
         finally:
             super().shutdown()  # type: ignore[misc]

@@ -19,7 +19,7 @@ __all__ = ["ShmAttentionConnector", "ShmFfnConnector", "address_of", "attention_
 def attention_connector(config: AfdConfig, rank: int, page: StatusPage | None = None) -> ShmAttentionConnector:
     """The connector of attention rank ``rank`` to the FFN rank that serves it; not connected yet."""
     return ShmAttentionConnector(
-        address_of(config.host, config.port, config.ffn_rank_of(rank)),
+        address_of(config.host, config.port, config.ffn_ranks_of(rank)[0]),
         connect_timeout_s=config.connect_timeout_s,
         hop_timeout_s=config.hop_timeout_s,
         spin_us=config.spin_us,
