@@ -50,12 +50,13 @@ _lock = threading.Lock()
 _windows: dict[Event, tuple[float, int]] = {}
 
 
-def emit(logger: logging.Logger, event: Event, **fields: object) -> None:
+def emit(logger: logging.Logger, event: Event, *, error: BaseException | None = None, **fields: object) -> None:
     """Log one line of an event: a warning where somebody waits or was turned away, else information.
 
     Args:
         logger: one below ``afdpatch``, whose handlers are vLLM's in a worker.
         event: its name in lower case is the field ``event``.
+        error: its traceback follows the line.
         fields: in their order; those that are None are left out.
     """
     left_out = _admit(event)
@@ -64,7 +65,7 @@ def emit(logger: logging.Logger, event: Event, **fields: object) -> None:
     if left_out:
         fields["unlogged"] = left_out
     told = "".join(f" {key}={logfmt(value)}" for key, value in fields.items() if value is not None)
-    logger.log(_LEVELS.get(event, logging.INFO), "AFD event=%s%s", event.name.lower(), told)
+    logger.log(_LEVELS.get(event, logging.INFO), "AFD event=%s%s", event.name.lower(), told, exc_info=error)
 
 
 def logfmt(value: object) -> str:
