@@ -108,7 +108,7 @@ def _with_afd(
     afdpatch.patchset.apply(role=afd.role, process="api")
     vllm_config.additional_config = settings = AfdSettings(afd, row, afdpatch.patchset.digest, others)
     # A page that the environment names is another server's, whose child this process is.
-    page = StatusPage.create(afd.role, settings.digest)
+    page = StatusPage.create(afd.role, settings.digest, ranks=workers_of(parallel), first_rank=afd.rank)
     os.environ[ENVIRONMENT_KEY] = page.path
     settings.kept = page, call_the_roll(afd.role, engines=parallel.data_parallel_size, workers=workers_of(parallel))
     return vllm_config

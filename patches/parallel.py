@@ -1,8 +1,9 @@
 """Parallel seam: which worker of a server has which rank, and how the workers of a tensor-parallel group share hops."""
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,7 +48,7 @@ def check_ranks(afd: AfdConfig, parallel: "ParallelConfig") -> None:
             key,
             f"{afd.num_ranks} for a server of {dp * tp} workers (data parallel {dp} x tensor parallel {tp}) "
             f"from rank {afd.rank} on",
-            f"needed: at least {afd.rank + dp * tp}, on all servers, as it counts the workers of all {afd.role} servers",
+            f"needed: at least {afd.rank + dp * tp}, on all servers: it counts the workers of all {afd.role} servers",
         )
 
 
@@ -78,12 +79,12 @@ def is_moe(original: Callable[..., bool]) -> Callable[..., bool]:
 # ---- tensor parallelism ---------------------------------------------------------------------------------------------
 
 
-def shared_hop(group: "GroupCoordinator", hop: Callable[[], torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def shared_hop(group: "GroupCoordinator", hop: Callable[[], torch.Tensor] | None, like: torch.Tensor) -> torch.Tensor:
     """The group's first rank does the hop for all, which have the same hidden states; all get its result.
 
     Args:
         group: the worker's tensor-parallel group.
-        hop: gives a tensor [rows, hidden]; called on the first rank only.
+        hop: on the first rank, gives a tensor [rows, hidden]; None on the others.
         like: the hidden states [rows, hidden].
 
     Raises:
@@ -92,7 +93,7 @@ def shared_hop(group: "GroupCoordinator", hop: Callable[[], torch.Tensor], like:
     rows = like.shape[0]
     # A row more than the result says whether there is one: one broadcast, not two.
     shared = like.new_zeros((rows + 1, like.shape[1]))
-    if group.rank_in_group == 0:
+    if hop is not None:
         try:
             shared[:rows] = hop()
             shared[rows] = 1
@@ -110,22 +111,24 @@ class HopLost(ConnectorError):
 
 
 _NOTHING, _COMPUTE, _STOP = 0, 1, 2
-KEEP_ALIVE_S = 1.0
-"""How often the first rank of an idle FFN server gives the others a sign of life, in seconds."""
+END_S = 2.0
+"""At a server's end its workers end one after the other: how long one whose group broke waits for its own end."""
 Compute = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class FfnGroup:
     """The workers of a tensor-parallel FFN server: the first serves hops, the others compute their share of each.
 
-    Every wait for another rank is for the group's next message, and there is one at least every `KEEP_ALIVE_S`. A rank
+    On the first rank, `compute` and `idle` are called by the thread that serves hops; one of them at least twice a
+    second, so that no rank waits longer for the next message. On the others a thread of this object follows. A rank
     that ends, ends the group: what waits for it fails, and `die` is called.
 
     Args:
         group: the worker's tensor-parallel group.
         compute: one layer's FFN, all ranks at the same time: (layer, [rows, hidden]) -> the same shape.
-        hidden, dtype: of the hidden states.
-        beat: called after each message.
+        hidden: size of the hidden states.
+        dtype: their type.
+        beat: called after each message, where this rank follows.
         die: called with what makes this worker useless.
     """
 
@@ -140,72 +143,58 @@ class FfnGroup:
     ) -> None:
         self._group, self._compute, self._hidden, self._dtype = group, compute, hidden, dtype
         self._beat, self._die = beat, die
-        self._lock = threading.Lock()
-        self._stopping = threading.Event()
-        run = self._keep_alive if group.rank_in_group == 0 else self._follow
-        self._thread = threading.Thread(target=self._run, args=(run,), name="afd-ffn-group", daemon=True)
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """From now on the ranks speak to each other; all start at about the same time."""
-        self._thread.start()
+        """From now on a rank that isn't the first follows it."""
+        if self._group.rank_in_group != 0:
+            self._thread = threading.Thread(target=self._run, name="afd-ffn-group", daemon=True)
+            self._thread.start()
 
     def compute(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        """On the first rank: one layer's FFN, computed by all. A failure ends the group, since ranks may differ."""
-        try:
-            with self._lock:
-                self._say(_COMPUTE, layer, hidden_states.shape[0])
-                self._group.broadcast(hidden_states)
-                return self._compute(layer, hidden_states)
-        except Exception as error:
-            self._fail(error)
-            raise
+        """One layer's FFN, computed by all ranks. A failure ends the group, whose ranks may differ after it."""
+        with self._or_die():
+            self._say(_COMPUTE, layer, hidden_states.shape[0])
+            self._group.broadcast(hidden_states)
+            return self._compute(layer, hidden_states)
+
+    def idle(self) -> None:
+        """A sign of life for the others."""
+        with self._or_die():
+            self._say(_NOTHING)
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread; the first rank ends those of the others."""
-        self._stopping.set()
-        if not self._thread.is_alive():
-            return
-        if self._group.rank_in_group == 0 and self._lock.acquire(timeout=timeout_s):
-            try:
+        """On the first rank, once its hops are done: end the others' threads. On the others: wait for that."""
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        elif self._group.rank_in_group == 0:
+            with contextlib.suppress(RuntimeError):  # they have ended already
                 self._say(_STOP)
-            except RuntimeError:
-                pass  # they have ended already
-            finally:
-                self._lock.release()
-        self._thread.join(timeout_s)
 
-    def _say(self, *words: int) -> None:
-        message = torch.zeros(3, dtype=torch.int64)
-        message[: len(words)] = torch.tensor(words)
-        self._group.broadcast(message)
+    def _say(self, what: int, layer: int = 0, rows: int = 0) -> None:
+        self._group.broadcast(torch.tensor([what, layer, rows], dtype=torch.int64))
 
-    def _keep_alive(self) -> None:
-        while not self._stopping.wait(KEEP_ALIVE_S):
-            with self._lock:
-                if not self._stopping.is_set():
-                    self._say(_NOTHING)
+    def _run(self) -> None:
+        with torch.inference_mode(), self._or_die():
+            message = torch.zeros(3, dtype=torch.int64)
+            while True:
+                self._group.broadcast(message)
+                what, layer, rows = message.tolist()
+                if what == _STOP:
+                    return
+                if what == _COMPUTE:
+                    hidden_states = torch.empty(rows, self._hidden, dtype=self._dtype)
+                    self._group.broadcast(hidden_states)
+                    self._compute(layer, hidden_states)
+                self._beat()
 
-    def _follow(self) -> None:
-        message = torch.zeros(3, dtype=torch.int64)
-        while True:
-            self._group.broadcast(message)
-            what, layer, rows = message.tolist()
-            if what == _STOP:
-                return
-            if what == _COMPUTE:
-                hidden_states = torch.empty(rows, self._hidden, dtype=self._dtype)
-                self._group.broadcast(hidden_states)
-                self._compute(layer, hidden_states)
-            self._beat()
-
-    def _run(self, run: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def _or_die(self) -> Iterator[None]:
         try:
-            with torch.inference_mode():
-                run()
+            yield
         except Exception as error:
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        """At the end of a server its workers end one after the other: only what isn't that is a failure."""
-        if not self._stopping.wait(2 * KEEP_ALIVE_S):
-            self._die(error)
+            if not self._ending.wait(END_S):
+                self._die(error)
+            raise

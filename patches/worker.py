@@ -4,11 +4,13 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
@@ -22,10 +24,11 @@ from afdpatch.patches.parallel import FfnGroup, place_of, set_computes_experts, 
 from afdpatch.patches.scheduler import LostStep
 from afdpatch.patches.settings import AfdSettings, settings_of
 from afdpatch.runtime.connectors.base import ConnectorError
-from afdpatch.runtime.connectors.shm import attention_connector, ffn_connector
+from afdpatch.runtime.connectors.factory import ffn_connector
 from afdpatch.runtime.ffn_loop import FfnLoop
 from afdpatch.runtime.peer_watch import PeerWatch
 from afdpatch.runtime.protocol import Greeting
+from afdpatch.runtime.route import Route
 from afdpatch.runtime.status import State, StatusPage
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM's handlers are on the logger "v
 
 STOP_S = 10.0
 """How long a worker waits for its own thread to end, in seconds."""
+STEP_SHARE = 0.9
+"""The part of vLLM's deadline of one worker call in which all hops of its forward must be done."""
 FFN_ROWS = 1 << 20
 """The FFN takes as many rows in a hop as the attention server may send: the attention server's buffer says how many."""
 VOLATILE = ("transformers_version",)
@@ -81,7 +86,7 @@ class Link:
         place = place_of(vllm_config.parallel_config, tp_rank)
         self.leads = tp_rank == 0
         self.rank = settings.config.rank + place
-        page = StatusPage.from_environment()
+        page = StatusPage.from_environment(place)
         if page is None:
             raise RuntimeError(
                 "no status page: the server's first process makes it; start the server through vLLM's EngineArgs"
@@ -108,22 +113,28 @@ class Link:
 
 
 class AttentionLink(Link):
-    """The attention worker's side: the connector that sends hops."""
+    """The attention worker's side: its way to the FFN servers, None on a worker that doesn't lead."""
 
     def __init__(self, settings: AfdSettings, vllm_config: "VllmConfig", tp_rank: int) -> None:
         super().__init__(settings, vllm_config, tp_rank)
         self._timeout_s = settings.config.connect_timeout_s
         self._shares = vllm_config.parallel_config.tensor_parallel_size > 1
-        self.connector = attention_connector(settings.config, self.rank, self.page)
-        self._watch = PeerWatch(self.connector, self.page)
+        self._step_s = STEP_SHARE * envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        self.route = Route(settings.config, self.rank, self.page) if self.leads else None
+        self._watch = PeerWatch(self.route, self.page, on_orphaned=_die)
 
     def connect(self, greeting: Greeting) -> None:
-        """Find the FFN server and greet it; from then on its presence is watched."""
-        if self.leads:
-            logger.info("AFD: attention role, waiting up to %g s for the FFN server", self._timeout_s)
-            self.connector.connect(greeting)
-            logger.info("AFD: the FFN server is there")
+        """Find the FFN servers and greet them; their presence is watched, and that of this server's first process."""
         self._watch.start()
+        if self.route is not None:
+            logger.info("AFD: attention rank %d, waiting up to %g s for its FFN servers", self.rank, self._timeout_s)
+            self.route.connect(greeting)
+            logger.info("AFD: the FFN servers are there")
+
+    def wait_ready(self) -> None:
+        """Wait until the FFN servers have their weights."""
+        if self.route is not None:
+            self.route.wait_ready()
 
     def hop(self, hidden_states: torch.Tensor, layer: int) -> torch.Tensor:
         """A layer's FFN, computed by an FFN server: [rows, hidden] -> the same shape.
@@ -131,22 +142,27 @@ class AttentionLink(Link):
         Raises:
             ConnectorError: the step can't go on, on any rank of the tensor-parallel group.
         """
+        route = self.route
         if not self._shares:
-            return self.connector.hop(hidden_states, layer)
-        return shared_hop(get_tp_group(), lambda: self.connector.hop(hidden_states, layer), hidden_states)
+            assert route is not None
+            return route.hop(hidden_states, layer)
+        hop = None if route is None else lambda: route.hop(hidden_states, layer)
+        return shared_hop(get_tp_group(), hop, hidden_states)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one forward of the model."""
-        self.connector.step += 1
+        """Around one forward of the model. Its hops end in time for vLLM, whose own deadline is a little later."""
+        if self.route is not None:
+            self.route.begin_step(time.monotonic() + self._step_s)
         self.page.begin_step()
         yield
         self.page.end_step()
 
     def close(self) -> None:
-        """End the watch and the connection."""
+        """End the watch and the connections."""
+        if self.route is not None:
+            self.route.close()
         self._watch.stop(STOP_S)
-        self.connector.close()
 
 
 class AttentionRole:
@@ -168,8 +184,7 @@ class AttentionRole:
         self.link.page.set_state(State.LOADING)
         self.link.connect(greeting_of(self.settings, self.vllm_config, self.link.rank))
         super().load_model(**kwargs)  # type: ignore[misc]
-        if self.link.leads:
-            self.link.connector.wait_ready()
+        self.link.wait_ready()
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """vLLM's warm-up, whose forwards hop like any other; then the server is ready."""
@@ -229,14 +244,22 @@ class FFNRole:
         page = self.link.page
         page.set_state(State.LOADING)
         greeting = greeting_of(self.settings, self.vllm_config, self.link.rank)
-        compute = self.compute
+        compute, on_idle = self.compute, None
         if self.vllm_config.parallel_config.tensor_parallel_size > 1:
             dtype = self.vllm_config.model_config.dtype
             self.group = FfnGroup(get_tp_group(), self.compute, greeting.hidden_size, dtype, page.beat, _die)
-            compute = self.group.compute
+            compute, on_idle = self.group.compute, self.group.idle
         if self.link.leads:
-            connector = ffn_connector(self.settings.config, self.link.rank, page)
-            self.loop = FfnLoop(connector, compute, page, greeting, wrap=torch.inference_mode, on_death=_die)
+            self.loop = FfnLoop(
+                ffn_connector(self.settings.config, self.link.rank, page),
+                compute,
+                page,
+                greeting,
+                merge=self.settings.config.merge,
+                wrap=torch.inference_mode,
+                on_idle=on_idle,
+                on_death=_die,
+            )
             self.loop.start()
         super().load_model(**kwargs)  # type: ignore[misc]
         found = ffns(self.model_runner.get_model(), self.settings.row)
@@ -311,6 +334,6 @@ def _settings(vllm_config: "VllmConfig", role: str) -> AfdSettings:
 
 
 def _die(error: BaseException) -> None:
-    """The FFN loop can't go on: end this worker, so that vLLM ends the server."""
-    logger.error("AFD: the FFN loop ended: %s", error)
+    """This worker is of no more use: end it, so that vLLM ends the server."""
+    logger.error("AFD: this worker ends: %s: %s", type(error).__name__, error)
     os._exit(1)
