@@ -431,10 +431,19 @@ class Route:
             self._took_over = rank
             emit(log, Event.TAKEOVER, role="attention", rank=self._rank, peer=f"ffn{rank}")
 
-    def _tell(self, event: Event, rank: int, *, text: str = "", **fields: object) -> None:
+    def _tell(
+        self,
+        event: Event,
+        rank: int,
+        *,
+        text: str = "",
+        why: object = None,
+        layer: int | None = None,
+        sequence: int | None = None,
+    ) -> None:
         if self._page is not None:
             self._page.count(event, text)
-        emit(log, event, role="attention", rank=self._rank, peer=f"ffn{rank}", **fields)
+        emit(log, event, role="attention", rank=self._rank, peer=f"ffn{rank}", layer=layer, sequence=sequence, why=why)
 
     def _closed_error(self) -> PeerLost:
         return PeerLost("this route to the FFN servers was closed")

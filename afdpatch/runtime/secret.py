@@ -16,8 +16,14 @@ import secrets
 import stat
 
 from afdpatch.runtime.config import ConfigError
-from afdpatch.runtime.protocol import MAX_GREETING_BYTES, PROTOCOL_VERSION, ProtocolError, Refusal
-from afdpatch.runtime.protocol import json_object, refusal_of
+from afdpatch.runtime.protocol import (
+    MAX_GREETING_BYTES,
+    PROTOCOL_VERSION,
+    ProtocolError,
+    Refusal,
+    json_object,
+    refusal_of,
+)
 
 MIN_BYTES, MAX_BYTES = 16, 4096
 MAX_TEXT_BYTES = MAX_GREETING_BYTES + 128
@@ -44,7 +50,9 @@ def read_secret(path: str | None) -> bytes | None:
         # Without O_NONBLOCK a FIFO would wait for its writer.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise ConfigError(key, f"{path}: {error.strerror}", f"needed: a file of {MIN_BYTES} to {MAX_BYTES} bytes") from None
+        raise ConfigError(
+            key, f"{path}: {error.strerror}", f"needed: a file of {MIN_BYTES} to {MAX_BYTES} bytes"
+        ) from None
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):

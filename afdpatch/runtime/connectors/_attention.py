@@ -106,7 +106,7 @@ class SocketAttentionConnector(AttentionConnector):
         """Send a hop, wait with ``_message``, and give back the result; ``_expected`` is the reply's header.
 
         Raises:
-            _Late: past the deadline. Whatever ``_unexpected`` raises; OSError, EOFError, ProtocolError: the peer has gone.
+            _Late: past the deadline; OSError, EOFError, ProtocolError: the peer has gone; what ``_unexpected`` raises.
         """
 
     @abstractmethod
@@ -238,7 +238,7 @@ class SocketAttentionConnector(AttentionConnector):
                 if isinstance(error, PeerLost) or not isinstance(error, (OSError, EOFError, ProtocolError)):
                     raise
                 waited = (time.monotonic_ns() - started) / 1e9
-                late = isinstance(error, _Late)
+                late = isinstance(error, (_Late, TimeoutError))
                 what = "did not answer in time" if late else f"has gone or broke the protocol ({error})"
                 raise (HopTimeout if late else PeerLost)(
                     f"hop of layer {layer}, sequence {sequence}, at {self._where}: the FFN server {what} after "

@@ -1,4 +1,4 @@
-"""The FFN side of every connector over sockets: listening, greeting, the queue of hops, draining, peers that are lost."""
+"""The FFN side of every connector over sockets: listening, greeting, the queue of hops, draining, lost peers."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Peer(ABC):
     def send(self, message: bytes | bytearray) -> None:
         """Send a message without payload, without waiting. Raises OSError."""
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027 - most transports send at once or not at all
         """Go on with what could not be sent at once. Raises OSError."""
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from afdpatch.runtime.config import AfdConfig
 from afdpatch.runtime.connectors.base import AttentionConnector, FfnConnector
 from afdpatch.runtime.connectors.shm import ShmAttentionConnector, ShmFfnConnector, address_of
+from afdpatch.runtime.connectors.tcp import TcpAttentionConnector, TcpFfnConnector
 from afdpatch.runtime.secret import read_secret
 from afdpatch.runtime.status import StatusPage
 
@@ -20,6 +21,13 @@ def attention_connectors(config: AfdConfig) -> Callable[[int], AttentionConnecto
     secret = read_secret(config.secret_file)
 
     def make(ffn_rank: int) -> AttentionConnector:
+        if config.transport == "tcp":
+            return TcpAttentionConnector(
+                *config.ffn_address(ffn_rank),
+                secret=secret,
+                spin_us=config.spin_us,
+                peer_timeout_s=config.peer_timeout_s,
+            )
         return ShmAttentionConnector(
             address_of(config.host, config.port, ffn_rank), secret=secret, spin_us=config.spin_us
         )
@@ -33,9 +41,18 @@ def ffn_connector(config: AfdConfig, rank: int, page: StatusPage | None = None) 
     Raises:
         ConfigError: the secret can't be read.
     """
+    secret = read_secret(config.secret_file)
+    if config.transport == "tcp":
+        return TcpFfnConnector(
+            *config.ffn_address(rank),
+            secret=secret,
+            spin_us=config.spin_us,
+            page=page,
+            peer_timeout_s=config.peer_timeout_s,
+        )
     return ShmFfnConnector(
         address_of(config.host, config.port, rank),
-        secret=read_secret(config.secret_file),
+        secret=secret,
         spin_us=config.spin_us,
         page=page,
         peer_timeout_s=config.peer_timeout_s,

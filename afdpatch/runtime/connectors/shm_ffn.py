@@ -155,5 +155,7 @@ class ShmFfnConnector(SocketFfnConnector):
         pid, uid = peer_user(sock)
         pending = _ShmPending(sock, f"process {pid}", pid, handshake, deadline_s)
         if uid != os.getuid():
-            pending.objection = f"process {pid} runs as user {uid}, expected {os.getuid()}; run both servers as one user"
+            pending.objection = (
+                f"process {pid} runs as user {uid}, expected {os.getuid()}; run both servers as one user"
+            )
         return pending
