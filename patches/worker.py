@@ -246,7 +246,7 @@ class FFNRole:
         greeting = greeting_of(self.settings, self.vllm_config, self.link.rank)
         compute, on_idle = self.compute, None
         if self.vllm_config.parallel_config.tensor_parallel_size > 1:
-            dtype = self.vllm_config.model_config.dtype
+            dtype: torch.dtype = getattr(torch, greeting.dtype)
             self.group = FfnGroup(get_tp_group(), self.compute, greeting.hidden_size, dtype, page.beat, _die)
             compute, on_idle = self.group.compute, self.group.idle
         if self.link.leads:
