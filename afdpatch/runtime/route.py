@@ -30,7 +30,7 @@ from afdpatch.runtime.connectors.base import (
 )
 from afdpatch.runtime.connectors.factory import attention_connectors
 from afdpatch.runtime.events import Event, emit
-from afdpatch.runtime.protocol import Greeting, Mismatch
+from afdpatch.runtime.protocol import Greeting, Layout, Mismatch
 from afdpatch.runtime.status import PeerState, StatusPage
 
 FIRST_GREETING_S, LONGEST_GREETING_S = 1.0, 8.0
@@ -89,6 +89,7 @@ class Route:
         self._not_before: dict[int, float] = {}
         self._last_error = "not connected yet"
         self._sequence = 0
+        self._row_bytes = 0
         self._step = 0
         self._step_end = math.inf
 
@@ -104,6 +105,7 @@ class Route:
         started = time.monotonic()
         deadline = started + self._config.connect_timeout_s if deadline_s is None else deadline_s
         self._greeting = greeting
+        self._row_bytes = Layout.of(greeting).row_bytes
         self._refresh()
         error: ConnectorError | None = None
         pause = _FIRST_PAUSE_S
@@ -204,8 +206,9 @@ class Route:
                 if self._page is not None:
                     self._page.count(Event.ERROR, str(error))
                 raise
-            if self._page is not None and result.shape[0]:
-                self._page.count_hop(result.shape[0], result.nbytes, time.monotonic_ns() - began_ns)
+            rows = len(hidden)
+            if self._page is not None and rows:
+                self._page.count_hop(rows, rows * self._row_bytes, time.monotonic_ns() - began_ns)
             return result
 
     def _repeat(
