@@ -27,6 +27,15 @@ def _executor(vllm: "VllmConfig") -> str | None:
     return None if backend in EXECUTORS else str(backend)
 
 
+def _load_balancing(vllm: "VllmConfig") -> str | None:
+    parallel = vllm.parallel_config
+    if parallel.data_parallel_backend != "mp":
+        return f"--data-parallel-backend {parallel.data_parallel_backend}"
+    if parallel.data_parallel_external_lb:
+        return "external"
+    return "hybrid" if parallel.data_parallel_hybrid_lb else None
+
+
 def _offload(vllm: "VllmConfig") -> str | None:
     offload = vllm.offload_config
     on = offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0
@@ -36,11 +45,9 @@ def _offload(vllm: "VllmConfig") -> str | None:
 CHECKS: dict[str, Check] = {
     "device": lambda afd, c: c.device_config.device_type != "cpu" and c.device_config.device_type,
     "runner-v2": lambda afd, c: c.use_v2_model_runner,
-    "attention-ranks": lambda afd, c: _above_one(afd.num_attention_ranks),
-    "ffn-ranks": lambda afd, c: _above_one(afd.num_ffn_ranks),
     "gate-on-attention": lambda afd, c: afd.compute_gate_on_attention,
-    "tensor-parallel": lambda afd, c: _above_one(c.parallel_config.tensor_parallel_size),
-    "data-parallel": lambda afd, c: _above_one(c.parallel_config.data_parallel_size),
+    "ffn-data-parallel": lambda afd, c: afd.role == "ffn" and _above_one(c.parallel_config.data_parallel_size),
+    "load-balancing": lambda afd, c: _load_balancing(c),
     "pipeline-parallel": lambda afd, c: _above_one(c.parallel_config.pipeline_parallel_size),
     "context-parallel": lambda afd, c: (
         _above_one(c.parallel_config.prefill_context_parallel_size)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from afdpatch.cli import client
 from afdpatch.cli.servers import Server, children, free_port, stop_all, wait_all
-from tests.e2e.conftest import ONE_THREAD
+from tests.e2e.servers import ONE_THREAD
 
 PARTS = ("api", "engine-core", "worker")
 """The processes of a server that can be killed by themselves."""

@@ -30,7 +30,7 @@ from afdpatch.cli import client
 from afdpatch.cli.load import make_prompts, percentile
 from afdpatch.cli.topology import stock
 from tests.e2e.cluster import Cluster
-from tests.e2e.conftest import MODELS, ONE_THREAD
+from tests.e2e.servers import MODELS, ONE_THREAD
 
 MODEL = MODELS / "qwen3-moe"
 WORDS = [

@@ -21,9 +21,8 @@ from afdpatch.cli.load import make_prompts
 from afdpatch.cli.servers import Server, get_status, stop_all
 from afdpatch.cli.topology import stock
 from tests.e2e.cluster import Cluster
-from tests.e2e.conftest import MODELS, ONE_THREAD
 from tests.e2e.driver import rpc
-from tests.e2e.test_servers import until
+from tests.e2e.servers import MODELS, ONE_THREAD, until
 from tests.e2e.workers import FAULT
 
 MODEL = MODELS / "qwen3-moe"

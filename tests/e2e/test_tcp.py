@@ -15,10 +15,9 @@ import pytest
 from afdpatch.cli.servers import get_status
 from afdpatch.cli.topology import stock
 from tests.e2e.cluster import Cluster
-from tests.e2e.conftest import ONE_THREAD
 from tests.e2e.driver import rpc
+from tests.e2e.servers import ONE_THREAD, until
 from tests.e2e.test_faults import EXTRA, LAYERS, LONG, SHORT, WORDS, ZEROABLE, Stream, page, tokens_of
-from tests.e2e.test_servers import until
 
 pytestmark = pytest.mark.full
 NAMESPACE, HERE, THERE = "afdpatch-test", "10.77.31.1", "10.77.31.2"

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import afdpatch
-from afdpatch.patches.attest import PROCESSES, Attested
+from afdpatch.patches.attest import Attested
 from afdpatch.patches.http import AfdMiddleware
 from afdpatch.registry.attest import Roll
-from afdpatch.runtime.status import State, StatusPage
+from afdpatch.runtime.status import State, StatusPage, StatusPages
 
 
 class FakeSet:
@@ -45,8 +45,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Any:
     page = StatusPage.create("ffn", "d" * 64)
     page.set_state(State.READY)
     page.beat()
-    used = {kind: ["a"] for kind in PROCESSES}
-    roll = Roll.create("test", role="ffn", digest="d" * 64, expected=PROCESSES, used=used)
+    used = {kind: ["a"] for kind in ("api", "engine-core", "worker")}
+    roll = Roll.create("test", role="ffn", digest="d" * 64, expected=dict.fromkeys(used, 1), used=used)
     fake = FakeSet()
     monkeypatch.setattr(afdpatch, "patchset", fake)
 
@@ -54,7 +54,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Any:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"null"})
 
-    return AfdMiddleware(app, page, Attested(roll)), roll, fake
+    return AfdMiddleware(app, StatusPages(page.path), Attested(roll)), roll, fake
 
 
 def get(middleware: AfdMiddleware, path: str) -> tuple[int, Any]:
@@ -65,7 +65,7 @@ def get(middleware: AfdMiddleware, path: str) -> tuple[int, Any]:
         sent.append(message)
 
     scope = {"type": "http", "method": "GET", "path": path, "headers": []}
-    middleware.page.beat()
+    middleware.pages.pages[0].beat()
     asyncio.run(middleware(scope, None, send))  # type: ignore[arg-type]
     return sent[0]["status"], json.loads(sent[1]["body"])
 
