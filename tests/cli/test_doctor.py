@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from afdpatch.cli import look, main
+from afdpatch.cli import client, look, main
 from afdpatch.cli.servers import free_port
 from afdpatch.patches.attest import Attested
 from afdpatch.patches.http import AfdMiddleware
@@ -289,8 +289,19 @@ def drain(url: str, *words: str) -> int:
     return main(["drain", url, *words])
 
 
-def test_drain_waits_until_no_peer_is_left_and_says_so(pair: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drain_waits_until_no_peer_is_left_and_says_so(
+    pair: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, page, (_, url) = pair
+    asks: list[bool] = []
+    real = client.get_json
+
+    def get_json(*words: Any) -> Any:
+        answer = real(*words)
+        asks.append(answer["workers"][0]["draining"])
+        return answer
+
+    monkeypatch.setattr(client, "get_json", get_json)
 
     def work() -> None:
         wait_until(lambda: page.drain_requested)
@@ -304,7 +315,7 @@ def test_drain_waits_until_no_peer_is_left_and_says_so(pair: Any, capsys: pytest
     code: list[int] = []
     draining = threading.Thread(target=lambda: code.append(drain(url)))
     draining.start()
-    wait_until(lambda: page.snapshot().draining)
+    wait_until(lambda: sum(asks) >= 2 or bool(code))  # it has seen that the server drains, and has looked again
     assert code == []
     asked.set()
     thread.join(30)
