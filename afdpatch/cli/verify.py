@@ -30,6 +30,8 @@ exit codes, the first that applies (a run without findings ends with 0):
   8  another release, or another commit, than the pinned one
   3  a target, a relied-on symbol or a holder is absent
   5  the manifest was edited after the lock was made, or the lock cannot be read
+  2  a target can't be patched soundly, as its source shows
+  7  the original is kept by others: a default argument, a table, a subclass, an import that is not among the holders
   4  a target or a relied-on symbol has drifted (its body or its interface)
   6  --probe: the reason for a patch is gone
   1  --probe: a remove_when function could not be evaluated

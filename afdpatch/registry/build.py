@@ -13,7 +13,16 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from afdpatch.registry import forms, references
-from afdpatch.registry.errors import Conflict, NotInEffect, PatchError, TargetAbsent, TargetDrifted
+from afdpatch.registry.errors import (
+    HELD,
+    HELD_EXPECTED,
+    HELD_TODO,
+    Conflict,
+    NotInEffect,
+    PatchError,
+    TargetAbsent,
+    TargetDrifted,
+)
 from afdpatch.registry.forms import describe, function_of, is_function, owner_of
 from afdpatch.registry.journal import Slot, claimed
 from afdpatch.registry.manifest import Entry
@@ -263,14 +272,12 @@ def _check_left(entry: Entry, left: list[str]) -> None:
     if left:
         shown = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
         raise NotInEffect(
-            "the original is held by others, who would go on using it",
+            HELD,
             patch_id=entry.id,
             symbol=entry.target,
-            expected="no modules that did `from … import` of it but its holders, and no partial, default argument, "
-            "table, cache or bound method of it",
+            expected=HELD_EXPECTED,
             found=shown,
-            todo="add modules of the package to the entry's holders, then `afdpatch pin`; for the rest, let the entry "
-            "come into effect earlier, or patch what holds it",
+            todo=HELD_TODO,
         )
 
 

@@ -256,6 +256,10 @@ class SourceTree:
         assert source is not None, found.file
         return source, nodes
 
+    def class_of(self, source: SourceFile, base: ast.expr) -> str | None:
+        """Where a base class, as a class statement of a file names it, is defined; None if that can't be followed."""
+        return _class_of(self, source, base)
+
     def definition(self, module: str, qualname: str) -> str:
         """Where a name of a module is defined: `from x import y` is followed as far as it can be."""
         return _definition(self, module, qualname)
