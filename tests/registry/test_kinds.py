@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from afdpatch.registry import Conflict, NotInEffect, PatchError, Unpatchable
+from afdpatch.registry import Conflict, NotInEffect, PatchError, Unpatchable, references
 from tests.registry.conftest import World
 
 ZOO = '''
@@ -513,3 +513,29 @@ def test_one_object_for_two_targets_is_refused(zoo: World) -> None:
     with pytest.raises(Conflict, match="stands in another target"):
         patches.apply(role="red", process="worker")
     assert zoo.load("PKG.zoo").TABLE is table
+
+
+def test_a_search_that_comes_to_its_limits_refuses_and_says_so(zoo: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep: Any = zoo.load("PKG.zoo").plain
+    for _ in range(references.DEPTH + 1):
+        deep = [deep]
+    keeper = zoo.load("OURS")
+    zoo.write(f"{zoo.package}_user.py", "")
+    other = zoo.load("PKG_user")
+    other.DEEP = deep
+    patches = zoo.patchset(entry(zoo, "plain"))
+    with pytest.raises(NotInEffect, match=f"the search ends after {references.DEPTH} containers"):
+        patches.apply(role="red", process="worker")
+    patches.undo()
+    # Many containers that nothing names come before the one that is named.
+    other.DEEP = None
+    del deep
+    plain = zoo.load("PKG.zoo").plain
+    keeper.many = [[plain] for _ in range(5)]
+    monkeypatch.setattr(references, "CLIMBS", 4)
+    with pytest.raises(NotInEffect, match="the search ends after 4 objects"):
+        patches.apply(role="red", process="worker")
+    patches.undo()
+    keeper.many = None
+    del plain
+    patches.apply(role="red", process="worker")
