@@ -112,9 +112,7 @@ def load(entry: Entry, name: str) -> Any:
     """
     module, _, qualname = name.partition(":")
     try:
-        value: Any = importlib.import_module(module)
-        for part in qualname.split("."):
-            value = getattr(value, part)
+        return forms.attribute(importlib.import_module(module), qualname)
     except PatchError:
         raise
     except Exception as error:
@@ -126,7 +124,6 @@ def load(entry: Entry, name: str) -> Any:
             found=f"{type(error).__name__}: {error}",
             todo="correct the module, or the manifest and then `afdpatch pin`",
         ) from error
-    return value
 
 
 # ---- the target ----------------------------------------------------------------------------------------------------
@@ -251,7 +248,7 @@ def _value(entry: Entry, owner: Any, place: Any, name: str, symbol: Symbol, tree
     if not isinstance(raw, forms.SHARED):
         _check_left(entry, references.holders(raw, place, name, _ours(entry), entry.holders))
         return Target(owner, name, raw, raw)
-    names = import_names(tree, entry, place, [name for name, _ in forms.loaded(entry.package)])
+    names = import_names(tree, entry, place, [name for name, _ in references.loaded(entry.package)])
     left = [f"{module}.{name}" for module in names if module not in entry.holders for name in names[module]]
     _check_left(entry, left + captures(tree, [entry.module, *entry.holders], name))
     return Target(owner, name, raw, raw, names)
@@ -319,9 +316,11 @@ def _wrapped(entry: Entry, factory: Any, original: FunctionType) -> FunctionType
 def _own_name(entry: Entry, value: Any, original: FunctionType) -> FunctionType:
     """Checks a `replace` function: that its own name leads to it, so that it pickles."""
     ours = _plain_function(entry, value, "the replacement")
-    found: object = sys.modules.get(ours.__module__)
-    for part in ours.__qualname__.split("."):
-        found = getattr(found, part, None)
+    found: object
+    try:
+        found = forms.attribute(sys.modules.get(ours.__module__), ours.__qualname__)
+    except AttributeError:
+        found = None
     if found is not ours:
         raise PatchError(
             "the replacement's own name doesn't lead to it, so it wouldn't pickle",

@@ -6,7 +6,6 @@ What can't be replaced soundly is refused here, with the reason.
 from __future__ import annotations
 
 import functools
-import sys
 from types import FunctionType, ModuleType
 from typing import Any, TypeGuard
 
@@ -35,6 +34,13 @@ def is_function(value: object) -> TypeGuard[FunctionType]:
 def form_of(raw: Any) -> str | None:
     """`function`, `staticmethod`, `classmethod`, `property` or `cached_property`; None for any other object."""
     return _FORMS.get(type(raw))
+
+
+def attribute(value: Any, qualname: str) -> Any:
+    """What a dotted name leads to from an object. Raises AttributeError where it doesn't."""
+    for part in qualname.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def function_of(raw: Any) -> Any:
@@ -177,12 +183,3 @@ def describe(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__module__}.{value.__qualname__}"
     return f"an object of {type(value).__module__}.{type(value).__qualname__}"
-
-
-def loaded(package: str) -> list[tuple[str, ModuleType]]:
-    """The imported modules of a package."""
-    return [
-        (name, module)
-        for name, module in list(sys.modules.items())
-        if name.partition(".")[0] == package and isinstance(module, ModuleType)
-    ]

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from afdpatch.registry.forms import attribute
 from afdpatch.registry.manifest import Entry
 
 TIMEOUT_S = 600
@@ -106,9 +107,7 @@ def _ask(name: str) -> bool | str:
     module, _, qualname = name.partition(":")
     try:
         _disarm(module.partition(".")[0])
-        value: object = importlib.import_module(module)
-        for part in qualname.split("."):
-            value = getattr(value, part)
+        value = attribute(importlib.import_module(module), qualname)
         result = value() if callable(value) else value
     except Exception as error:
         return f"{type(error).__name__}: {error}"

@@ -16,7 +16,7 @@ from typing import Any
 DEPTH = 8
 """How many containers are climbed from an object to a name; what lies deeper counts as a holder that isn't known."""
 CLIMBS = 200
-"""How many objects are asked for their holders in one search, so that it ends; where more would be, it isn't complete."""
+"""How many objects are asked for their holders in one search, so that it ends; what is left counts likewise."""
 _KINDS: dict[type, str] = {
     functools.partial: "functools.partial",
     functools.partialmethod: "functools.partialmethod",
@@ -166,12 +166,16 @@ class _Search:
 
 def module_names(value: object, package: str | None = None) -> list[str]:
     """The names, as `module.name`, by which modules (of one package) hold an object."""
+    modules = loaded(package)
+    return [f"{name}.{key}" for name, module in modules for key, held in list(vars(module).items()) if held is value]
+
+
+def loaded(package: str | None = None) -> list[tuple[str, ModuleType]]:
+    """The imported modules (of one package), by their names."""
     return [
-        f"{name}.{key}"
+        (name, module)
         for name, module in list(sys.modules.items())
         if isinstance(module, ModuleType) and package in (None, name.partition(".")[0])
-        for key, held in list(vars(module).items())
-        if held is value
     ]
 
 
