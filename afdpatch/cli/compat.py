@@ -132,7 +132,7 @@ def column(lock: Lock, path: Path, source: str, *, probe: bool = False) -> Colum
     if installed and probe:
         from afdpatch.registry.probe import run_probes
 
-        probes = run_probes(manifest.entries)
+        probes = run_probes(manifest.entries, COMPILE_PROBE)
         failed = {name: text for name, text in probes.items() if isinstance(text, str)}
         for name, text in failed.items():
             raise PatchError("its remove_when could not be evaluated", patch_id=name, found=text)

@@ -274,17 +274,18 @@ def _probe_findings(entry: Entry, outcome: bool | str) -> list[Finding]:
     if outcome is False:
         return []
     verdict = Verdict.OBSOLETE if outcome is True else Verdict.PROBE_FAILED
-    compiled = str(outcome).startswith("torch.compile: ")
-    what = "the probe under torch.compile" if compiled else "the probe of its remove_when"
+    kind = str(outcome).partition(": ")[0]
+    what, asked = {
+        "torch.compile": ("the probe under torch.compile", entry.replacement),
+        "probe": ("its own probe", entry.probe),
+    }.get(kind, ("the probe of its remove_when", entry.remove_when))
     return [
         Finding(
             verdict=verdict,
             message="the reason for the patch is gone" if outcome is True else f"{what} failed",
-            expected="false",
+            expected="true" if kind == "probe" else "false",
             found="true" if outcome is True else str(outcome),
-            todo="remove the entry and its code, then `afdpatch pin`"
-            if outcome is True
-            else f"run {entry.replacement if compiled else entry.remove_when}",
-            symbol=entry.replacement if compiled else entry.remove_when,
+            todo="remove the entry and its code, then `afdpatch pin`" if outcome is True else f"run {asked}",
+            symbol=asked,
         )
     ]
