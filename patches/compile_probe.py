@@ -196,13 +196,8 @@ def hop_in_graph(decoder: Any, ffn: Any) -> bool:
     link.connector = link
     layer = decoder.__new__(decoder)
     nn.Module.__init__(layer)
-    for name, value in (
-        ("use_mha", False),
-        ("use_sequence_parallel_moe", False),
-        ("routed_scaling_factor", 1.0),
-        ("layer_idx", 0),
-    ):
-        setattr(layer, name, value)
+    layer.use_mha = layer.use_sequence_parallel_moe = False
+    layer.routed_scaling_factor, layer.layer_idx = 1.0, 0
     layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn = Norm(), Norm(), Attention()
     blank = ffn.__new__(ffn)
     nn.Module.__init__(blank)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from afdpatch.cli._registry import add_options, guarded, opened
-from afdpatch.registry import Report, packaged_manifest
+from afdpatch.cli.pin import add_schema
+from afdpatch.registry import Report
 from afdpatch.registry.marks import Marks
 from afdpatch.registry.reports import FORMATS, render
 
@@ -55,17 +56,12 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="also ask each patch's remove_when, in a process of its own, which may import the package",
     )
-    parser.add_argument(
-        "--schema", action="store_true", help="print the JSON Schema of --format json, and nothing else"
-    )
+    add_schema(parser, "verify")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
-    if args.schema:
-        print(schema_path().read_text(encoding="utf-8"), end="")
-        return 0
     if args.probe and args.source is not None:
         print("afdpatch verify: --probe asks the installed package; it doesn't go with --source", file=sys.stderr)
         return 2
@@ -93,8 +89,3 @@ def show(report: Report, marks: Marks, form: str, output: Path | None) -> None:
         print_report(report, marks, console())
     else:
         sys.stdout.write(render(report, marks, form))
-
-
-def schema_path() -> Path:
-    """The published JSON Schema of `--format json`."""
-    return packaged_manifest("afdpatch.manifests", "afd").parent / "schemas" / "verify.json"
