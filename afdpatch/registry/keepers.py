@@ -102,7 +102,7 @@ def keepers_of(tree: SourceTree, target: str, kind: str, holders: Collection[str
             source = tree.file(holder)
             found.append(Keeper("import", f"{holder}.{name}", holder, source.file if source else "", line))
     owner = qualname if kind == "class" else qualname.rpartition(".")[0]
-    if owner and kind != "value":
+    if owner and kind != "value" and (kind == "class" or _defined_twice(tree, qualname.rpartition(".")[2])):
         last = qualname.rpartition(".")[2]
         for subclass, source, node in subclasses(tree, f"{module}:{owner}"):
             where = subclass.replace(":", ".")
@@ -124,6 +124,13 @@ def _files(tree: SourceTree, module: str, qualname: str, holders: Collection[str
         refers = read in data and (dotted in data or renamed in data)
         if refers or (own is not None and file == own.file) or module_of(file) in holders:
             yield file
+
+
+def _defined_twice(tree: SourceTree, name: str) -> bool:
+    """Whether the package binds a name more than once: else nothing overrides what has it."""
+    letters = name.encode()
+    bound = re.compile(rb"\b(?:def|class)\s+%s\b|\b%s\s*[:=][^=]|\bimport\b[^\n]*\b%s\b" % ((re.escape(letters),) * 3))
+    return sum(len(bound.findall(data)) for _, data in tree.contents if letters in data) > 1
 
 
 def subclasses(tree: SourceTree, owner: str) -> Iterator[tuple[str, SourceFile, ast.ClassDef]]:
