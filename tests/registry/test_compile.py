@@ -113,6 +113,7 @@ def test_an_entry_s_own_probe_is_asked_and_told(
     assert words in out and ("its own probe failed" in out) == bool(code)
 
 
+@pytest.mark.full  # imports vLLM; `verify --probe`, which CI runs too, asks the same
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vLLM here")
 def test_the_hop_is_once_in_the_compiled_graph_of_each_decoder_layer_and_a_missing_one_is_found() -> None:
     program = """
