@@ -266,7 +266,16 @@ def soak(minutes: float, folder: Path, *, every: float = 60.0, threads: int = 4)
     }
 
 
-COUNTERS = ("hops", "repeats", "peers_lost", "peers_returned", "takeovers", "merged", "errors", "peers_refused")
+COUNTERS = (
+    "hops",
+    "hops_repeated",
+    "peers_lost",
+    "peers_returned",
+    "takeovers",
+    "hops_merged",
+    "errors",
+    "peers_refused",
+)
 
 
 def main() -> int:

@@ -176,7 +176,7 @@ def test_a_fault_ends_as_the_table_says(
     prompt, hop = MOMENTS[fault.moment]
     victim = cluster.servers["ffn0" if fault.role == "ffn" else "attention0"]
     pid = cluster.pid(victim.name, fault.process)
-    repeats = page(attention)["afd_repeats"]
+    repeats = page(attention)["afd_hops_repeated"]
     # Two replicas get a rank's hops in turn, so ffn0 sees every second one.
     rpc(cluster.servers["ffn0"].url, "signal_at", hop // 2 if taken_over else hop, pid, int(fault.signal))
     stream = Stream(attention, prompt)
@@ -194,7 +194,7 @@ def test_a_fault_ends_as_the_table_says(
             assert stream.result(fault.bound_s) == expected[prompt]
         TABLE.append((fault, time.monotonic() - begin))
         if fault.role == "ffn":
-            assert page(attention)["afd_repeats"] > repeats
+            assert page(attention)["afd_hops_repeated"] > repeats
     finally:
         mend(cluster, victim, fault, pid)
         cluster.wait(timeout=180)

@@ -116,7 +116,7 @@ def test_a_link_that_is_cut_and_comes_back_only_pauses(pair: Cluster, expected: 
         sh("ip", "link", "set", NEAR, "up")
         subprocess.run(["tc", "qdisc", "del", "dev", NEAR, "root"], capture_output=True)
     assert stream.result(120) == expected[LONG]
-    assert page(attention)["afd_repeats"] > before["afd_repeats"]
+    assert page(attention)["afd_hops_repeated"] > before["afd_hops_repeated"]
     until(lambda: get_status("127.0.0.1", attention.port, "/health") == 200, 30, "/health 200 again")
 
 
