@@ -83,6 +83,7 @@ def test_a_process_that_connects_again_takes_the_place_of_its_old_connection(add
 
 def test_the_rank_of_a_quiet_peer_may_be_free_soon(address, page):
     with listening(address, page) as ffn, turning(ffn), connected(address):
+        until(lambda: page.snapshot().peers == 1, "it is a peer")
         (peer,) = ffn._peers.values()
         peer.heard_ns -= 4_000_000_000
         expected = pytest.raises(ConnectionRefused, match="connected already")
