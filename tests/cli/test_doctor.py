@@ -100,6 +100,7 @@ SICK: list[tuple[str, int, Callable[[StatusPage], None], str, str]] = [
     ("failed", 1, lambda page: page.fail("no weights"), "error", "failed (last error: no weights)"),
     ("stopped", 1, lambda page: page.set_state(State.STOPPED), "error", "is stopped"),
     ("loading", 0, lambda page: alone(page), "warning", "no FFN server has answered it"),
+    ("starting", 0, lambda page: page.set_state(State.STARTING), "note", "is starting"),
     ("gone", 0, lambda page: page.set_worker(2**22 - 1), "error", "has ended"),
     ("draining", 1, lambda page: page.set_draining(True), "warning", "drains, 1 peer(s) left"),
     ("won't drain", 1, lambda page: page.request_drain(True), "warning", "was asked to drain and doesn't"),
