@@ -17,10 +17,10 @@ MIXED = "qwen3-moe-mixed"
 CONFIGURATIONS = [
     (MIXED, "bfloat16"),
     ("qwen3-moe", "bfloat16"),
-    ("qwen3-moe", "float32"),
-    ("qwen3-moe", "float16"),
+    pytest.param(("qwen3-moe", "float32"), marks=pytest.mark.full),
+    pytest.param(("qwen3-moe", "float16"), marks=pytest.mark.full),
     ("deepseek-v2", "bfloat16"),
-    ("deepseek-v2", "float32"),
+    pytest.param(("deepseek-v2", "float32"), marks=pytest.mark.full),
     ("deepseek-v2", "float16"),
 ]
 

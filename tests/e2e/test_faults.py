@@ -1,7 +1,6 @@
 """The fault matrix: each row is a real fault in a real server, at a moment chosen to the hop; docs/faults.md has it.
 
-`python -m pytest tests/e2e/test_faults.py -m "full or not full"` runs all rows; with AFDPATCH_FAULTS=FILE the measured
-table is written there.
+`make test-full` runs it; with AFDPATCH_FAULTS=FILE the measured table is written there.
 """
 
 import json
@@ -32,6 +31,7 @@ WORDS = [
     *("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--kv-cache-memory-bytes", str(1 << 27)),
     *("--block-size", "32"),
 ]
+pytestmark = pytest.mark.full
 ZEROABLE = ["--worker-cls", "tests.e2e.workers.SwitchableFFNWorker"]
 EXTRA: dict[str, object] = {"hop_timeout_s": 8, "recovery_timeout_s": 150, "peer_timeout_s": 8}
 SHORT, LONG = make_prompts(2, 8)[0], " ".join(make_prompts(8, 30))
@@ -79,11 +79,6 @@ FAULTS = [
         if not (sign is STOP and process != "worker")
     ),
 ]
-IN_CI = {
-    "SIGKILL ffn worker, decode: taken over",
-    "SIGKILL ffn worker, prefill: waits",
-    "SIGKILL attention worker, decode: others go on",
-}
 TABLE: list[tuple[Fault, float]] = []
 
 
@@ -159,14 +154,7 @@ class Stream(threading.Thread):
         return self.tokens
 
 
-def rows() -> list[Any]:
-    """Those of CI unmarked, the others `full`."""
-    return [
-        pytest.param(fault, id=fault.name, marks=() if fault.name in IN_CI else pytest.mark.full) for fault in FAULTS
-    ]
-
-
-@pytest.mark.parametrize("fault", rows())
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_ends_as_the_table_says(
     request: pytest.FixtureRequest, expected: dict[str, list[str]], fault: Fault
 ) -> None:
@@ -232,7 +220,6 @@ def peers(server: Server) -> float:
     return page(server)["afd_peers"]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("moment", ["load", "warm-up"])
 def test_an_ffn_server_that_dies_while_the_pair_starts_is_waited_for(
     tmp_path: Path, expected: dict[str, list[str]], moment: str
@@ -252,7 +239,6 @@ def test_an_ffn_server_that_dies_while_the_pair_starts_is_waited_for(
         stop_all(list(cluster.servers.values()))
 
 
-@pytest.mark.full
 def test_sigterm_of_an_attention_server_whose_ffn_server_is_gone_ends_in_time(tmp_path: Path) -> None:
     with Cluster(WORDS, tmp_path, extra=EXTRA, ffn_options=ZEROABLE) as cluster:
         cluster.wait()
