@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import MODELS, Comparison, compare, engine_options, finish_driver, start_driver
+from tests.e2e.conftest import Comparison, compare, engine_options, finish_driver, start_driver
+from tests.e2e.servers import MODELS
 
 CASES = ["batch:1", "batch:2", "batch:5", "batch:16", "chunked", "prefix", "seeded", "stop", "abort"]
 MIXED = "qwen3-moe-mixed"
