@@ -57,6 +57,19 @@ class SwitchableFFNWorker(FFNWorker):
         """Worker RPC: name -> bytes of this role's parameters."""
         return PARAMETERS
 
+    def rows_are_alike(self, rows: int) -> bool:
+        """Worker RPC, while no hop comes: whether a row gets the same bits alone and beside others, in every layer."""
+        model = self.vllm_config.model_config
+        for layer in self.ffns:
+            generator = torch.Generator().manual_seed(layer)
+            batch = torch.randn(rows, model.get_hidden_size(), generator=generator).to(model.dtype)
+            with torch.inference_mode():
+                whole = super().compute(layer, batch.clone()).clone()
+                alone = [super(SwitchableFFNWorker, self).compute(layer, row.clone()) for row in batch.split(1)]
+            if not torch.equal(whole, torch.cat(alone)):
+                return False
+        return True
+
     def die_at(self, layer: int, rows: int, times: int) -> None:
         """Worker RPC: `kill -9` of this worker within its next `times`-th hop of a layer with at least so many rows."""
         self.death = layer, rows, times
