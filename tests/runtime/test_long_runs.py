@@ -1,14 +1,29 @@
 """Memory and descriptors over many hops and many connections."""
 
+import contextlib
 import gc
 import os
+import threading
+import time
 
 import pytest
 import torch
 
+from afdpatch.runtime.config import AfdConfig
+from afdpatch.runtime.events import Event
+from afdpatch.runtime.route import Route
 from afdpatch.runtime.status import StatusPage
 
-from .helpers import HIDDEN, connected, ffn_process, new_address, until
+from .helpers import (
+    HIDDEN,
+    attention_connector,
+    connected,
+    ffn_connector,
+    ffn_process,
+    greeting,
+    new_address,
+    until,
+)
 
 
 @pytest.fixture(params=["shm", "tcp"])
@@ -27,7 +42,8 @@ def ffn(address, page):
         yield process
 
 
-def test_descriptors_and_memory_stay_flat_over_20000_hops(address, ffn):
+@pytest.mark.parametrize("hops", [20_000, pytest.param(100_000, marks=pytest.mark.full)])
+def test_descriptors_and_memory_stay_flat(address, ffn, hops):
     def used(pid):
         with open(f"/proc/{pid}/statm") as text:
             return int(text.read().split()[1]) * 4096, len(os.listdir(f"/proc/{pid}/fd"))
@@ -37,12 +53,60 @@ def test_descriptors_and_memory_stay_flat_over_20000_hops(address, ffn):
         for _ in range(2000):
             attention.hop(hidden, 0)
         before = [used(pid) for pid in (os.getpid(), ffn.pid)]
-        for _ in range(20_000):
+        for _ in range(hops):
             attention.hop(hidden, 0)
         after = [used(pid) for pid in (os.getpid(), ffn.pid)]
     for (memory, fds), (memory_later, fds_later) in zip(before, after, strict=True):
         assert fds_later == fds
         assert memory_later - memory < 4 << 20
+
+
+@contextlib.contextmanager
+def answering(ffn):
+    """``receive`` in a thread; every hop is answered with its double."""
+    stop = threading.Event()
+
+    def turn():
+        while not stop.is_set():
+            for hop in ffn.receive(0.0):
+                ffn.reply(hop, hop.hidden * 2)
+
+    thread = threading.Thread(target=turn)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_an_hour_without_a_hop(address, page, monkeypatch):
+    """The clock of both ends is simulated, half a second at each look; sockets and messages are real."""
+    now = [time.monotonic_ns()]
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0] / 1e9)
+    own = StatusPage.create("attention")
+    ffn = ffn_connector(address, page=page)
+    ffn.listen(greeting("ffn"))
+    ffn.set_serving()
+    config = AfdConfig.parse({"connector_extra_config": {"hop_timeout_s": 60, "connect_timeout_s": 600}})
+    route = Route(config, 0, own, lambda rank: attention_connector(address))
+    try:
+        with answering(ffn):
+            route.connect(greeting("attention"))
+            route.wait_ready()
+        for _ in range(7200):
+            now[0] += 500_000_000
+            route.tend()
+            assert ffn.receive(0.0) == []
+        with answering(ffn):
+            assert torch.equal(route.hop(torch.ones(1, HIDDEN), 0), torch.full((1, HIDDEN), 2.0))
+    finally:
+        route.close()
+        ffn.close()
+    assert own.snapshot().events[Event.PEER_LOST] == 0
+    assert page.snapshot().events[Event.REFUSED] == 0
 
 
 def test_connecting_again_and_again_leaks_nothing(address, ffn, page):
