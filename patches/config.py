@@ -28,7 +28,7 @@ FFN_KV_BYTES = 1 << 20
 SHUTDOWN_S = 10
 """Seconds that requests in flight have at SIGTERM. vLLM's own default, 0, kills the EngineCore at once, which then can
 leave its shared memory behind."""
-WORKERS = {"cpu": "afdpatch.patches.worker_cpu"}
+WORKERS = {"cpu": "afdpatch.patches.worker_cpu", "cuda": "afdpatch.patches.worker_gpu"}
 """Module of the role's workers, by vLLM's device type."""
 
 
@@ -111,6 +111,8 @@ def _settle(args: "EngineArgs", afd: AfdConfig) -> None:
     workers = WORKERS.get(current_platform.device_type)
     if workers is None:
         raise refuse(tables(), "device", current_platform.device_type)
+    if current_platform.device_type == "cuda" and afd.role == "ffn":
+        args.enforce_eager = True  # no forward of the model is compiled or captured here; the FFN role has its own graphs
     if args.worker_cls == "auto":
         args.worker_cls = f"{workers}.{'AttentionWorker' if afd.role == 'attention' else 'FFNWorker'}"
     if args.shutdown_timeout == 0:

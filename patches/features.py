@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
+TRANSPORTS = {"cpu": ("shm", "tcp"), "cuda": ("ipc",)}
+"""What can carry the hops of a server on a device, by vLLM's device type."""
 LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
 EXECUTORS = (None, "uni", "mp")
 
@@ -34,8 +36,17 @@ def _offload(vllm: "VllmConfig") -> str | None:
 
 
 CHECKS: dict[str, Check] = {
-    "device": lambda afd, c: c.device_config.device_type != "cpu" and c.device_config.device_type,
-    "runner-v2": lambda afd, c: c.use_v2_model_runner,
+    "device": lambda afd, c: c.device_config.device_type not in TRANSPORTS and c.device_config.device_type,
+    "transport": lambda afd, c: (
+        afd.transport not in TRANSPORTS[c.device_config.device_type] and f"{afd.connector} on {c.device_config.device_type}"
+    ),
+    "runner-v2": lambda afd, c: c.device_config.device_type == "cpu" and c.use_v2_model_runner,
+    "piecewise-graphs": lambda afd, c: (
+        c.device_config.device_type == "cuda"
+        and afd.role == "attention"
+        and c.compilation_config.cudagraph_mode.has_piecewise_cudagraphs()
+        and c.compilation_config.cudagraph_mode.name
+    ),
     "attention-ranks": lambda afd, c: _above_one(afd.num_attention_ranks),
     "ffn-ranks": lambda afd, c: _above_one(afd.num_ffn_ranks),
     "gate-on-attention": lambda afd, c: afd.compute_gate_on_attention,

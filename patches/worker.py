@@ -4,8 +4,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from afdpatch.patches import checkpoint
 from afdpatch.patches.attest import sign
 from afdpatch.patches.model import ffns
 from afdpatch.patches.settings import AfdSettings, settings_of
+from afdpatch.runtime.connectors.base import FfnConnector
 from afdpatch.runtime.connectors.shm import attention_connector, ffn_connector
 from afdpatch.runtime.ffn_loop import FfnLoop
 from afdpatch.runtime.peer_watch import PeerWatch
@@ -96,10 +97,10 @@ class Link:
 class AttentionLink(Link):
     """The attention worker's side: the connector that sends hops."""
 
-    def __init__(self, settings: AfdSettings, rank: int) -> None:
+    def __init__(self, settings: AfdSettings, rank: int, make_connector: Callable[..., Any]) -> None:
         super().__init__(settings)
         self._timeout_s = settings.config.connect_timeout_s
-        self.connector = attention_connector(settings.config, rank, self.page)
+        self.connector = make_connector(settings.config, rank, self.page)
         self._watch = PeerWatch(self.connector, self.page)
 
     def connect(self, greeting: Greeting) -> None:
@@ -128,11 +129,12 @@ class AttentionRole:
 
     vllm_config: "VllmConfig"
     rank: int
+    make_connector = staticmethod(attention_connector)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = _settings(self.vllm_config, "attention")
-        self.link = self.settings.link = AttentionLink(self.settings, self.rank)
+        self.link = self.settings.link = AttentionLink(self.settings, self.rank, self.make_connector)
 
     def load_model(self, **kwargs: Any) -> None:
         """Greet, then load this role's weights while the FFN server loads its own."""
@@ -177,17 +179,25 @@ class FFNRole:
         page = self.link.page
         page.set_state(State.LOADING)
         self.loop = FfnLoop(
-            ffn_connector(self.settings.config, self.rank, page),
+            self.make_connector(page),
             self.compute,
             page,
             greeting_of(self.settings, self.vllm_config, self.rank),
-            wrap=torch.inference_mode,
+            wrap=self.around_the_loop,
             on_death=_die,
         )
         self.loop.start()
         super().load_model(**kwargs)  # type: ignore[misc]
         found = ffns(self.model_runner.get_model(), self.settings.row)
         self.ffns = {layer: ffn for _, layer, _, ffn in found}
+
+    def make_connector(self, page: StatusPage) -> FfnConnector:
+        """The connector of this platform, not listening yet."""
+        return ffn_connector(self.settings.config, self.rank, page)
+
+    def around_the_loop(self) -> AbstractContextManager[object]:
+        """What the loop's thread runs in."""
+        return torch.inference_mode()
 
     def compute(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
         """The FFN of one layer: hidden states [rows, hidden] -> the same shape. Runs in the loop's thread."""

@@ -32,7 +32,7 @@ _KEYS = (
     "connector_extra_config",
 )
 # connector name -> transport that carries its hops here
-_CONNECTORS = {"shm": "shm", "P2pNcclAFDConnector": "shm", "GpuAsyncAFDConnector": "shm"}
+_CONNECTORS = {"shm": "shm", "ipc": "ipc", "P2pNcclAFDConnector": "shm", "GpuAsyncAFDConnector": "shm"}
 _ASYNC_CONNECTORS = ("GpuAsyncAFDConnector",)
 _ASCEND_CONNECTORS = ("CAMP2pAFDConnector", "CAMAsyncAFDConnector", "P2pHcclAFDConnector", "WindowAFDConnector")
 _OWN_EXTRA_KEYS = ("connect_timeout_s", "hop_timeout_s", "spin_us")
@@ -156,7 +156,7 @@ class AfdConfig:
 
     @property
     def transport(self) -> str:
-        """What carries the hops: ``"shm"`` for every accepted connector name, while only CPU hosts are supported."""
+        """What carries the hops: ``"shm"`` between CPU processes of one host, ``"ipc"`` between GPUs of one host."""
         return _CONNECTORS[self.connector]
 
     @property
@@ -271,7 +271,7 @@ def _extra(value: object, connector: str) -> tuple[dict[str, object], tuple[str,
     for key, entry in value.items():
         if isinstance(key, str) and key in _OWN_EXTRA_KEYS:
             own[key] = entry
-        elif isinstance(key, str) and key in _FOREIGN_EXTRA_KEYS and connector != "shm":
+        elif isinstance(key, str) and key in _FOREIGN_EXTRA_KEYS and connector not in ("shm", "ipc"):
             ignored.append(key)
         else:
             near = difflib.get_close_matches(str(key), _OWN_EXTRA_KEYS, n=1)
