@@ -5,6 +5,7 @@ a stock engine, or an attention role that is connected to a real FFN server.
 What it saw is written to OUT; tests compare files.
 """
 
+import faulthandler
 import json
 import os
 import sys
@@ -45,6 +46,8 @@ METRICS: dict[str, Any] = {}
 def main() -> None:
     """Run the spec's cases."""
     spec = json.loads(Path(sys.argv[1]).read_text())
+    if spec.get("dump_after_s"):
+        faulthandler.dump_traceback_later(spec["dump_after_s"], repeat=True)
     if spec.get("afd") or spec.get("arm"):
         import afdpatch  # noqa: F401
     from vllm import LLM
@@ -103,6 +106,7 @@ class Runner:
 
     def run(self, name: str) -> Any:
         """One case, from an empty prefix cache."""
+        print(f"CASE {name}", flush=True)
         self.llm.reset_prefix_cache()
         kind, _, argument = name.partition(":")
         return getattr(self, f"case_{kind}")(*([argument] if argument else []))
@@ -133,6 +137,11 @@ class Runner:
     def case_stop(self) -> Any:
         """A stop string in the middle of what would be said."""
         return self.generate(PROMPTS[:2], stop=["object", "er", "on", "in"], max_tokens=32)
+
+    def case_forever(self) -> Any:
+        """A batch again and again, until somebody ends it."""
+        while True:
+            self.generate(PROMPTS[:5], max_tokens=200)
 
     def case_abort(self) -> Any:
         """One of two requests is aborted in mid-stream; the other goes on."""

@@ -209,9 +209,15 @@ class IpcFfnConnector(FfnConnector):
             self._freeze(True)
         started = time.monotonic()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=peer.pool, capture_error_mode="thread_local"):
-            for layer in peer.greeting.layers:
-                peer.buffers.send(self._compute(layer, peer.buffers.receive(rows, layer)), layer)
+        try:
+            with torch.cuda.graph(graph, pool=peer.pool, capture_error_mode="thread_local"):
+                for layer in peer.greeting.layers:
+                    peer.buffers.send(self._compute(layer, peer.buffers.receive(rows, layer)).contiguous(), layer)
+        except Exception as error:  # the steps of this size are computed eagerly, and counted as such
+            log.exception("%d rows: the graph could not be captured", rows)
+            if self._page is not None:
+                self._page.count_error(f"no graph of {rows} rows: {type(error).__name__}: {error}")
+            return
         peer.graphs[rows] = graph
         log.info("captured a graph of %d rows in %.2f s", rows, time.monotonic() - started)
 

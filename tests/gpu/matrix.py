@@ -1,0 +1,231 @@
+"""AFD pairs on GPUs against stock vLLM: `python -m tests.gpu.matrix OUT [--seconds S] [--only WORD]`.
+
+For each model an FFN server on one GPU, and one after the other attention engines of both runners, eager and with
+graphs, on the other; stock engines beside them. Everything is logged to OUT, and OUT/results.json says what was equal.
+It ends in time, whatever hangs.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.judge import judge
+
+ROOT = Path(__file__).parents[2]
+CASES = ["batch:1", "batch:2", "batch:5", "batch:16", "chunked", "prefix", "seeded", "stop", "abort"]
+ENGINE = {
+    "max_model_len": 1024,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 128,
+    "kv_cache_memory_bytes": 1 << 28,
+    "gpu_memory_utilization": 0.1,
+    "seed": 0,
+    "dtype": "bfloat16",
+}
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+MODES: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}, "graph": {"compilation_config": GRAPHS}}
+ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "NO_COLOR": "1",
+}
+
+
+def below(pid: int) -> list[int]:
+    """All descendants of a process, the youngest generation first."""
+    parents: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            continue
+        parents.setdefault(parent, []).append(int(folder.name))
+    found: list[int] = []
+    last = [pid]
+    while last:
+        last = [child for one in last for child in parents.get(one, [])]
+        found[:0] = last
+    return found
+
+
+class Matrix:
+    """All processes of a run, their logs and what they said."""
+
+    def __init__(self, out: Path, seconds: float) -> None:
+        self.out = out
+        self.until = time.monotonic() + seconds
+        self.started = time.monotonic()
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.results: dict[str, Any] = {}
+        self.lock = threading.Lock()
+
+    def left(self) -> float:
+        """Seconds until this run ends."""
+        return max(0.0, self.until - time.monotonic())
+
+    def say(self, text: str) -> None:
+        """A line with the time since the start."""
+        print(f"[{time.monotonic() - self.started:6.1f}] {text}", flush=True)
+
+    def start(self, name: str, command: list[str], gpus: str, **more: str) -> "subprocess.Popen[bytes]":
+        """A process of its own session, on these GPUs; its log is NAME.log."""
+        environment = {**os.environ, **ENVIRONMENT, "CUDA_VISIBLE_DEVICES": gpus, **more}
+        with (self.out / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                command, cwd=self.out, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        with self.lock:
+            self.processes.append(process)
+        return process
+
+    def ffn(self, name: str, model: Path, afd_port: int, port: int, gpus: str) -> "subprocess.Popen[bytes]":
+        """An FFN server whose FFNs can be zeroed."""
+        words = [sys.executable, "-m", "afdpatch", "serve", "--role", "ffn", str(model), "--afd-port", str(afd_port)]
+        afd = {"connector": "ipc", "connector_extra_config": {"hop_timeout_s": 60}}
+        words += ["--afd-config", json.dumps(afd), "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "1024"]
+        words += ["--gpu-memory-utilization", "0.1", "--worker-cls", "tests.gpu.workers.SwitchableFFNWorker"]
+        return self.start(name, words, gpus, VLLM_USE_V2_MODEL_RUNNER="0")
+
+    def driver(self, name: str, spec: dict[str, Any], gpus: str, runner: str) -> "subprocess.Popen[bytes]":
+        """One engine that runs the spec's cases."""
+        (self.out / f"{name}.spec.json").write_text(json.dumps(spec))
+        command = [sys.executable, "-m", "tests.e2e.driver", f"{name}.spec.json", f"{name}.json"]
+        return self.start(name, command, gpus, VLLM_USE_V2_MODEL_RUNNER=runner)
+
+    def finish(self, name: str, process: "subprocess.Popen[bytes]", seconds: float) -> dict[str, Any] | None:
+        """Wait for a driver; what it saw, or None (its log says why)."""
+        try:
+            code: int | str = process.wait(min(seconds, self.left()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGABRT)  # faulthandler writes where it was
+            time.sleep(1)
+            self.kill(process)
+            code = "killed at its deadline"
+        self.say(f"{name}: {code}")
+        self.results[f"{name}:exit"] = code
+        file = self.out / f"{name}.json"
+        return json.loads(file.read_text()) if file.exists() else None
+
+    def kill(self, process: "subprocess.Popen[bytes]") -> None:
+        """SIGKILL to a process and all below it."""
+        for pid in [*below(process.pid), process.pid]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        process.wait()
+
+    def wait_for(self, name: str, text: str, seconds: float, process: "subprocess.Popen[bytes]") -> bool:
+        """Whether a log says something in time."""
+        until = time.monotonic() + min(seconds, self.left())
+        while time.monotonic() < until:
+            if text in (self.out / f"{name}.log").read_text(errors="replace"):
+                return True
+            if process.poll() is not None:
+                return False
+            time.sleep(0.2)
+        return False
+
+    def model(self, name: str, folder: Path, index: int, only: str, cases: list[str]) -> None:
+        """All that is done with one model."""
+        afd_port, port = 4100 + index, 4200 + index
+        afd = {
+            "role": "attention",
+            "port": afd_port,
+            "connector": "ipc",
+            "connector_extra_config": {"hop_timeout_s": 60, "connect_timeout_s": 300},
+        }
+        names = [(runner, mode) for mode in MODES for runner in ("0", "1") if only in f"{name}-v{int(runner) + 1}-{mode}"]
+        try:
+            server = self.ffn(f"{name}-ffn", folder, afd_port, port, "1,0")
+            stock = {}
+            for runner, mode in names:
+                full = f"{name}-v{int(runner) + 1}-{mode}"
+                spec = {"model": str(folder), "cases": cases, "engine": ENGINE | MODES[mode], "dump_after_s": 170}
+                stock[full] = self.driver(f"{full}-stock", spec, "01"[index % 2], runner)
+                hopping = spec | {"afd": afd, "zero_url": f"http://127.0.0.1:{port}"}
+                process = self.driver(f"{full}-afd", hopping, "0,1", runner)
+                seen = self.finish(f"{full}-afd", process, 200)
+                same = self.finish(f"{full}-stock", stock[full], 120)
+                self.results[full] = judge(same, seen, cases)
+                self.say(f"{full}: {json.dumps(self.results[full])[:600]}")
+            self.kills(name, folder, afd, server)
+        except Exception:
+            self.results[f"{name}:error"] = traceback.format_exc()
+            self.say(traceback.format_exc())
+
+    def kills(self, name: str, folder: Path, afd: dict[str, Any], server: "subprocess.Popen[bytes]") -> None:
+        """Kill the attention process, then the FFN server, each while a batch is generated."""
+        for mode in MODES:
+            if self.left() < 60:
+                return
+            spec = {"model": str(folder), "cases": ["forever"], "engine": ENGINE | MODES[mode], "afd": afd}
+            for who in ("attention", "ffn"):
+                full = f"{name}-{mode}-kill-{who}"
+                if who == "ffn" and mode == "eager" and len(MODES) > 1:
+                    continue  # the server is needed once more
+                process = self.driver(full, spec, "0,1", "0")
+                if not self.wait_for(full, "CASE forever", 120, process):
+                    self.results[full] = "it never generated"
+                    self.say(f"{full}: it never generated")
+                    self.kill(process)
+                    continue
+                time.sleep(2)
+                at = time.monotonic()
+                if who == "attention":
+                    self.kill(process)
+                    gone = self.wait_for(f"{name}-ffn", "is lost", 70, server)
+                    self.results[full] = {"ffn noticed": gone, "s": round(time.monotonic() - at, 3)}
+                else:
+                    self.kill(server)
+                    try:
+                        code: Any = process.wait(90)
+                    except subprocess.TimeoutExpired:
+                        code = "hung"
+                    self.results[full] = {"exit": code, "s": round(time.monotonic() - at, 3)}
+                self.say(f"{full}: {self.results[full]}")
+
+    def end(self) -> None:
+        """Nothing outlives the run."""
+        for process in self.processes:
+            if process.poll() is None:
+                self.kill(process)
+        (self.out / "results.json").write_text(json.dumps(self.results, indent=1))
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seconds", type=float, default=400)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--cases", default=",".join(CASES))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    matrix = Matrix(args.out, args.seconds)
+    models = [(n, ROOT / "tests" / "models" / n) for n in ("qwen3-moe", "deepseek-v2") if n in args.only or not args.only]
+    models = models or [(n, ROOT / "tests" / "models" / n) for n in ("qwen3-moe", "deepseek-v2")]
+    threads = [
+        threading.Thread(target=matrix.model, args=(n, folder, i, args.only, args.cases.split(",")), daemon=True)
+        for i, (n, folder) in enumerate(models)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(matrix.left())
+    matrix.end()
+
+
+if __name__ == "__main__":
+    main()
