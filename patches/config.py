@@ -112,7 +112,9 @@ def _settle(args: "EngineArgs", afd: AfdConfig) -> None:
     if workers is None:
         raise refuse(tables(), "device", current_platform.device_type)
     if current_platform.device_type == "cuda" and afd.role == "ffn":
-        args.enforce_eager = True  # no forward of the model is compiled or captured here; the FFN role has its own graphs
+        args.enforce_eager = (
+            True  # no forward of the model is compiled or captured here; the FFN role has its own graphs
+        )
     if args.worker_cls == "auto":
         args.worker_cls = f"{workers}.{'AttentionWorker' if afd.role == 'attention' else 'FFNWorker'}"
     if args.shutdown_timeout == 0:

@@ -38,7 +38,8 @@ def _offload(vllm: "VllmConfig") -> str | None:
 CHECKS: dict[str, Check] = {
     "device": lambda afd, c: c.device_config.device_type not in TRANSPORTS and c.device_config.device_type,
     "transport": lambda afd, c: (
-        afd.transport not in TRANSPORTS[c.device_config.device_type] and f"{afd.connector} on {c.device_config.device_type}"
+        afd.transport not in TRANSPORTS[c.device_config.device_type]
+        and f"{afd.connector} on {c.device_config.device_type}"
     ),
     "runner-v2": lambda afd, c: c.device_config.device_type == "cpu" and c.use_v2_model_runner,
     "piecewise-graphs": lambda afd, c: (

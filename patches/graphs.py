@@ -18,7 +18,11 @@ def cuda_graph_wrapper_call(original: Callable[..., Any]) -> Callable[..., Any]:
         if settings is not None and self.runtime_mode == CUDAGraphMode.FULL and is_forward_context_available():
             context = get_forward_context()
             entry = self.concrete_cudagraph_entries.get(context.batch_descriptor)
-            if context.cudagraph_runtime_mode == self.runtime_mode and entry is not None and entry.cudagraph is not None:
+            if (
+                context.cudagraph_runtime_mode == self.runtime_mode
+                and entry is not None
+                and entry.cudagraph is not None
+            ):
                 settings.link.connector.begin_replay(context.batch_descriptor.num_tokens)
         return original(self, *args, **kwargs)
 

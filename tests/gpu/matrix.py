@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.judge import judge
+from tests.gpu.tpot import make_model
 
 ROOT = Path(__file__).parents[2]
 CASES = ["batch:1", "batch:2", "batch:5", "batch:16", "chunked", "prefix", "seeded", "stop", "abort"]
@@ -59,6 +60,9 @@ def below(pid: int) -> list[int]:
     return found
 
 
+SWITCHABLE = ("--worker-cls", "tests.gpu.workers.SwitchableFFNWorker")
+
+
 class Matrix:
     """All processes of a run, their logs and what they said."""
 
@@ -69,6 +73,8 @@ class Matrix:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.results: dict[str, Any] = {}
         self.lock = threading.Lock()
+        self.large: dict[str, subprocess.Popen[bytes]] = {}
+        self.large_ffn: subprocess.Popen[bytes] | None = None
 
     def left(self) -> float:
         """Seconds until this run ends."""
@@ -89,12 +95,24 @@ class Matrix:
             self.processes.append(process)
         return process
 
-    def ffn(self, name: str, model: Path, afd_port: int, port: int, gpus: str) -> "subprocess.Popen[bytes]":
+    def ffn(
+        self, name: str, model: Path, afd_port: int, port: int, gpus: str, *options: str
+    ) -> "subprocess.Popen[bytes]":
         """An FFN server whose FFNs can be zeroed."""
         words = [sys.executable, "-m", "afdpatch", "serve", "--role", "ffn", str(model), "--afd-port", str(afd_port)]
         afd = {"connector": "ipc", "connector_extra_config": {"hop_timeout_s": 60}}
-        words += ["--afd-config", json.dumps(afd), "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "1024"]
-        words += ["--gpu-memory-utilization", "0.1", "--worker-cls", "tests.gpu.workers.SwitchableFFNWorker"]
+        words += [
+            "--afd-config",
+            json.dumps(afd),
+            "--port",
+            str(port),
+            "--dtype",
+            "bfloat16",
+            "--max-model-len",
+            "1024",
+            "--enforce-eager",
+        ]
+        words += ["--gpu-memory-utilization", "0.1", *options]
         return self.start(name, words, gpus, VLLM_USE_V2_MODEL_RUNNER="0")
 
     def driver(self, name: str, spec: dict[str, Any], gpus: str, runner: str) -> "subprocess.Popen[bytes]":
@@ -146,9 +164,11 @@ class Matrix:
             "connector": "ipc",
             "connector_extra_config": {"hop_timeout_s": 60, "connect_timeout_s": 300},
         }
-        names = [(runner, mode) for mode in MODES for runner in ("0", "1") if only in f"{name}-v{int(runner) + 1}-{mode}"]
+        names = [
+            (runner, mode) for mode in MODES for runner in ("0", "1") if only in f"{name}-v{int(runner) + 1}-{mode}"
+        ]
         try:
-            server = self.ffn(f"{name}-ffn", folder, afd_port, port, "1,0")
+            server = self.ffn(f"{name}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE)
             stock = {}
             for runner, mode in names:
                 full = f"{name}-v{int(runner) + 1}-{mode}"
@@ -196,6 +216,47 @@ class Matrix:
                     self.results[full] = {"exit": code, "s": round(time.monotonic() - at, 3)}
                 self.say(f"{full}: {self.results[full]}")
 
+    def big_start(self, runner: str, compiled: bool) -> None:
+        """Start the large model's engines; they wait to be told to measure."""
+        folder = make_model(self.out / "large", ROOT / "tests" / "models" / "deepseek-v2")
+        self.large_ffn = self.ffn(
+            "large-ffn", folder, 4110, 4210, "1,0", "--load-format", "dummy", "--max-num-seqs", "128"
+        )
+        engine = {
+            "dtype": "bfloat16",
+            "load_format": "dummy",
+            "max_model_len": 2048,
+            "max_num_seqs": 128,
+            "max_num_batched_tokens": 8192,
+            "kv_cache_memory_bytes": 8 << 30,
+            "gpu_memory_utilization": 0.3,
+            "enable_prefix_caching": False,
+            "compilation_config": GRAPHS | {"cudagraph_capture_sizes": [1, 16, 32, 64, 128]},
+        }
+        if compiled:
+            del engine["compilation_config"]["mode"]
+        spec = {
+            "model": str(folder), "engine": engine, "batches": [1, 16, 64, 128], "context": 1024, "tokens": 100,
+            "repeats": 2,
+        }  # fmt: skip
+        afd = {"role": "attention", "port": 4110, "connector": "ipc", "connector_extra_config": {"hop_timeout_s": 60}}
+        self.large = {}
+        for name, more in (("large-afd", {"afd": afd}), ("large-stock", {})):
+            own = spec | more | {"go": str(self.out / f"{name}.go")}
+            (self.out / f"{name}.spec.json").write_text(json.dumps(own))
+            command = [sys.executable, "-m", "tests.gpu.tpot", f"{name}.spec.json", f"{name}.json"]
+            self.large[name] = self.start(name, command, "0,1", VLLM_USE_V2_MODEL_RUNNER=runner)
+
+    def big_measure(self) -> None:
+        """One after the other, nothing beside it."""
+        for name, process in self.large.items():
+            if not self.wait_for(name, "STARTED", 200, process):
+                self.say(f"{name}: not started")
+                continue
+            (self.out / f"{name}.go").write_text("")
+            self.results[name] = self.finish(name, process, 100)
+            self.say(f"{name}: {json.dumps(self.results[name])}")
+
     def end(self) -> None:
         """Nothing outlives the run."""
         for process in self.processes:
@@ -210,20 +271,33 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=400)
     parser.add_argument("--only", default="")
+    parser.add_argument("--large", default="", help="runner (0, 1) and c for compiled, such as 0c")
+    parser.add_argument("--large-seconds", type=float, default=100)
     parser.add_argument("--cases", default=",".join(CASES))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     matrix = Matrix(args.out, args.seconds)
-    models = [(n, ROOT / "tests" / "models" / n) for n in ("qwen3-moe", "deepseek-v2") if n in args.only or not args.only]
+    models = [
+        (n, ROOT / "tests" / "models" / n) for n in ("qwen3-moe", "deepseek-v2") if n in args.only or not args.only
+    ]
     models = models or [(n, ROOT / "tests" / "models" / n) for n in ("qwen3-moe", "deepseek-v2")]
     threads = [
         threading.Thread(target=matrix.model, args=(n, folder, i, args.only, args.cases.split(",")), daemon=True)
         for i, (n, folder) in enumerate(models)
     ]
+    if args.large:
+        matrix.big_start(args.large[0], "c" in args.large)
+        matrix.until -= args.large_seconds
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(matrix.left())
+    if args.large:
+        for process in matrix.processes:  # nothing beside the measurement
+            if process not in matrix.large.values() and process is not matrix.large_ffn:
+                matrix.kill(process)
+        matrix.until += args.large_seconds
+        matrix.big_measure()
     matrix.end()
 
 
