@@ -1,14 +1,20 @@
-"""HTTP seam: AFD's metrics and health beside vLLM's own, and the FFN server's refusal of requests."""
+"""HTTP seam: AFD's metrics, health and status beside vLLM's own; an FFN server refuses requests, and drains."""
 
 import functools
+import hmac
+import ipaddress
 import json
-from collections.abc import Awaitable, Callable
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from afdpatch.patches.attest import Attested
 from afdpatch.runtime.metrics import health, render
-from afdpatch.runtime.status import Snapshot, StatusPage
+from afdpatch.runtime.owner import process_space
+from afdpatch.runtime.snapshot import Snapshot
+from afdpatch.runtime.status import StatusPages
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -34,6 +40,10 @@ FFN_ANSWERS = (
 """What an FFN server answers to GET and HEAD; everything else needs an attention server."""
 PROCESSES = "/afd/processes"
 """Where both roles tell what each of their processes has attested, as JSON."""
+STATUS = "/afd/status"
+"""Where both roles tell what each of their workers' status pages says, as JSON."""
+DRAIN, RESUME = "/afd/drain", "/afd/resume"
+"""POST to an FFN server: let its peers go; take peers again."""
 FFN_CONTROL = ("/collective_rpc",)
 """vLLM's development endpoint that reaches workers; vLLM itself has it only with VLLM_SERVER_DEV_MODE=1."""
 
@@ -43,50 +53,117 @@ def init_entrypoints_middleware(original: Callable[..., None]) -> Callable[..., 
 
     @functools.wraps(original)
     def wrapper(args: "Namespace", app: "FastAPI", supported_tasks: tuple[Any, ...]) -> None:
+        import vllm.envs
+
         original(args, app, supported_tasks)
-        app.add_middleware(AfdMiddleware)
+        keys = [key for key in (args.api_key or [vllm.envs.VLLM_API_KEY]) if key]  # as the original reads them
+        app.add_middleware(AfdMiddleware, api_keys=keys)
 
     return wrapper
 
 
 class AfdMiddleware:
-    """ASGI middleware of both roles. It reads the server's status page and never waits for a worker."""
+    """ASGI middleware of both roles. It reads the server's status pages and never waits for a worker.
 
-    def __init__(self, app: App, page: StatusPage | None = None, attested: Attested | None = None) -> None:
-        page = page or StatusPage.from_environment()
-        if page is None:
+    Args:
+        app: what is inside.
+        pages: the server's status pages (default: those of this process's environment).
+        attested: what the server's processes have signed.
+        api_keys: one of them, as a bearer token, is needed to drain; without any, only this host may.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        pages: StatusPages | None = None,
+        attested: Attested | None = None,
+        api_keys: Sequence[str] = (),
+    ) -> None:
+        pages = pages or StatusPages.from_environment()
+        if pages is None:
             raise RuntimeError("no status page; this middleware belongs to a server with AFD on")
         self.app = app
-        self.page = page
+        self.pages = pages
         self.attested = attested or Attested()
+        self.api_keys = tuple(api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         if scope["type"] not in ("http", "websocket"):
             return await self.app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/") or "/"
-        snapshot = self.page.snapshot()
-        if snapshot.role == "ffn" and not _ffn_answers(scope, path):
+        snapshots = self.pages.snapshots()
+        if scope["type"] == "http" and path in (DRAIN, RESUME):
+            return await self._drain(scope, send, path, snapshots[0].role)
+        if snapshots[0].role == "ffn" and not _ffn_answers(scope, path):
             return await _refuse(scope, send)
         if path == PROCESSES and scope["type"] == "http":
             return await _json(send, 200, self.attested.processes())
+        if path == STATUS and scope["type"] == "http":
+            return await self._status(send, snapshots)
         if path in ("/health", "/ping"):
-            return await self._health(scope, receive, send, snapshot)
+            return await self._health(scope, receive, send, snapshots)
         if path == "/metrics":
-            return await self._metrics(scope, receive, send, snapshot)
+            return await self._metrics(scope, receive, send, snapshots)
         return await self.app(scope, receive, send)
 
-    async def _health(self, scope: Scope, receive: Receive, send: Send, snapshot: Snapshot) -> None:
-        fine, reason = health(snapshot, monotonic())
+    async def _drain(self, scope: Scope, send: Send, path: str, role: str) -> None:
+        if (refusal := self._may_not(scope, role)) is not None:
+            status, message = refusal
+            return await _json(send, status, {"error": {"message": message, "type": "afd_drain", "code": status}})
+        self.pages.request_drain(path == DRAIN)
+        return await self._status(send, self.pages.snapshots())
+
+    def _may_not(self, scope: Scope, role: str) -> tuple[int, str] | None:
+        """The status and the reason of a refusal, or None."""
+        headers = dict(scope["headers"])
+        if role != "ffn":
+            return 409, "only an FFN server can be drained; this is an attention server: stop sending requests to it"
+        if scope["method"] != "POST":
+            return 405, f"found {scope['method']}; expected POST"
+        # A page in a browser can't send this type to another origin without being asked for leave first.
+        if headers.get(b"content-type", b"").split(b";")[0].strip() != b"application/json":
+            return 415, "expected the header Content-Type: application/json"
+        if self.api_keys:
+            kind, _, token = headers.get(b"authorization", b"").partition(b" ")
+            if kind.lower() == b"bearer" and any(hmac.compare_digest(token, key.encode()) for key in self.api_keys):
+                return None
+            return 401, "expected one of this server's API keys as a bearer token"
+        client = scope.get("client")
+        if client is not None and not _is_this_host(client[0]):
+            return 403, "a server without an API key is drained from its own host only; give it --api-key, or go there"
+        return None
+
+    async def _status(self, send: Send, snapshots: Sequence[Snapshot]) -> None:
+        now = monotonic()
+        await _json(
+            send,
+            200,
+            {
+                "role": snapshots[0].role,
+                "host": socket.gethostname(),
+                "processes_of": process_space(),
+                "pid": os.getpid(),
+                "health": self._judge(snapshots)[1],
+                "workers": [snapshot.describe(now) for snapshot in snapshots],
+            },
+        )
+
+    def _judge(self, snapshots: Sequence[Snapshot]) -> tuple[bool, str]:
+        fine, reason = health(snapshots, monotonic())
         if fine and (trouble := self.attested.trouble()) is not None:
-            fine, reason = False, f"{snapshot.role} server: its processes don't have the same patches: {trouble}"
+            return False, f"{snapshots[0].role} server: its processes don't have the same patches: {trouble}"
+        return fine, reason
+
+    async def _health(self, scope: Scope, receive: Receive, send: Send, snapshots: Sequence[Snapshot]) -> None:
+        fine, reason = self._judge(snapshots)
         if fine:
             return await self.app(scope, receive, send)
-        return await _json(send, 503, {"status": "unhealthy", "role": snapshot.role, "reason": reason})
+        return await _json(send, 503, {"status": "unhealthy", "role": snapshots[0].role, "reason": reason})
 
-    async def _metrics(self, scope: Scope, receive: Receive, send: Send, snapshot: Snapshot) -> None:
+    async def _metrics(self, scope: Scope, receive: Receive, send: Send, snapshots: Sequence[Snapshot]) -> None:
         """vLLM's own page with ours at its end."""
-        ours = render(snapshot).encode()
+        ours = render(snapshots).encode()
 
         async def with_ours(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start" and message["status"] == 200:
@@ -101,10 +178,18 @@ class AfdMiddleware:
         await self.app(plain, receive, with_ours)
 
 
+def _is_this_host(address: str) -> bool:
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
+
+
 def _ffn_answers(scope: Scope, path: str) -> bool:
     if path in FFN_CONTROL:
         return True
-    answers = (*FFN_ANSWERS, PROCESSES)
+    answers = (*FFN_ANSWERS, PROCESSES, STATUS)
     return scope["type"] == "http" and scope["method"] in ("GET", "HEAD", "OPTIONS") and path in answers
 
 

@@ -52,6 +52,8 @@ class Command(NamedTuple):
 COMMANDS = (
     Command("serve", "serve", "start one server of an AFD pair: vllm serve with a role"),
     Command("up", "up", "start an attention and an FFN server on this machine and watch over them"),
+    Command("drain", "drain", "take an FFN server out of service, for a restart that nobody notices"),
+    Command("doctor", "doctor", "look at running servers, or at logs of some that won't start, and say what is wrong"),
     Command("demo", "demo", "an AFD pair and a stock vLLM side by side: are the tokens the same?"),
     Command("vllm", "vllm", "run vLLM's own command line with afdpatch armed"),
     Command("bench", "", "measure: `bench serve` (AFD against stock vLLM), `bench hop` (the hop alone)"),

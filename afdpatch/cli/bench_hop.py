@@ -1,6 +1,6 @@
-"""`afdpatch bench hop`: the round trip of one hop between two processes, beside a plain TCP loopback.
+"""`afdpatch bench hop`: the round trip of one hop between two processes, beside a bare TCP loopback.
 
-What runs is what serves: `ShmAttentionConnector.hop` here, `FfnLoop` with a computation that does nothing in the other
+What runs is what serves: `Route.hop` over a connector here, `FfnLoop` with a computation that does nothing in the other
 process.
 """
 
@@ -26,14 +26,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from afdpatch.runtime.config import AfdConfig
     from afdpatch.runtime.protocol import Greeting
 
     Hop = Callable[["Tensor"], "Tensor"]
 
 DESCRIPTION = """\
 Measure the round trip of one hop, torch operation to torch operation, between two processes on a core each: over
-shared memory as served, over shared memory without the spin before the sleep, and over a TCP loopback socket. The
-three take turns in short blocks, so that a noisy machine is noisy for all of them."""
+shared memory as served, over shared memory without the spin before the sleep, over the connector tcp, and over a bare
+TCP socket, which does nothing but send and receive. They take turns in short blocks, so that a noisy machine is noisy
+for all of them."""
 EPILOG = "Example: afdpatch bench hop --round-trips 5000 --format json --output hop.json"
 HIDDEN = 2048
 ROWS = (1, 4, 16, 64, 256)
@@ -240,12 +242,13 @@ def _here(cores: set[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _transports(spin_us: int, max_rows: int, width: int, cores: set[int]) -> Iterator[dict[str, Hop]]:
-    """The three hops, each with a process of its own at the other end."""
+    """The hops, each with a process of its own at the other end."""
     with contextlib.ExitStack() as stack:
         yield {
-            "shm": stack.enter_context(_shm(spin_us, max_rows, width, cores)),
-            "shm, no spin": stack.enter_context(_shm(0, max_rows, width, cores)),
-            "tcp": stack.enter_context(_tcp(max_rows, width, cores)),
+            "shm": stack.enter_context(_served("shm", spin_us, max_rows, width, cores)),
+            "shm, no spin": stack.enter_context(_served("shm", 0, max_rows, width, cores)),
+            "tcp": stack.enter_context(_served("tcp", spin_us, max_rows, width, cores)),
+            "bare TCP": stack.enter_context(_bare(max_rows, width, cores)),
         }
 
 
@@ -290,37 +293,51 @@ def _greeting(role: str, max_rows: int, width: int) -> Greeting:
     )
 
 
+def _config(connector: str, port: int, spin_us: int) -> AfdConfig:
+    from afdpatch.runtime.config import AfdConfig
+
+    # For shm, host and port only name the socket.
+    host = "127.0.0.1" if connector == "tcp" else f"bench-{port}-{spin_us}"
+    extra = {"spin_us": spin_us}
+    return AfdConfig.parse({"connector": connector, "host": host, "port": port, "connector_extra_config": extra})
+
+
 @contextlib.contextmanager
-def _shm(spin_us: int, max_rows: int, width: int, cores: set[int]) -> Iterator[Hop]:
-    from afdpatch.runtime.connectors.shm import ShmAttentionConnector
+def _served(connector: str, spin_us: int, max_rows: int, width: int, cores: set[int]) -> Iterator[Hop]:
+    """A route to an FFN loop in another process."""
+    from afdpatch.runtime.route import Route
     from afdpatch.runtime.status import StatusPage
 
-    address = f"\0afdpatch-bench/{os.getpid()}/{spin_us}"
+    with socket.create_server(("127.0.0.1", 0)) as free:  # its number is nobody else's on this host
+        port = free.getsockname()[1]
+    config = _config(connector, port, spin_us)
     page = StatusPage.create("attention")
-    connector = ShmAttentionConnector(address, spin_us=spin_us, page=page)
-    with _child(_serve_shm, address, spin_us, max_rows, width, cores) as pipe:
-        pipe.recv()
-        connector.connect(_greeting("attention", max_rows, width))
-        connector.wait_ready()
+    route = Route(config, 0, page)
+    with _child(_serve, connector, port, spin_us, max_rows, width, cores) as pipe:
         try:
-            yield lambda hidden: connector.hop(hidden, 0)
+            pipe.recv()
+            route.connect(_greeting("attention", max_rows, width))
+            route.wait_ready()
+            yield lambda hidden: route.hop(hidden, 0)
         finally:
-            connector.close()
+            route.close()
             page.close()
 
 
-def _serve_shm(pipe: Connection, address: str, spin_us: int, max_rows: int, width: int, cores: set[int]) -> None:
+def _serve(
+    pipe: Connection, connector: str, port: int, spin_us: int, max_rows: int, width: int, cores: set[int]
+) -> None:
     import torch
 
-    from afdpatch.runtime.connectors.shm import ShmFfnConnector
+    from afdpatch.runtime.connectors.factory import ffn_connector
     from afdpatch.runtime.ffn_loop import FfnLoop
     from afdpatch.runtime.status import StatusPage
 
     with _here(cores):
         page = StatusPage.create("ffn")
-        connector = ShmFfnConnector(address, spin_us=spin_us, page=page)
+        served = ffn_connector(_config(connector, port, spin_us), 0, page)
         greeting = _greeting("ffn", max_rows, width)
-        loop = FfnLoop(connector, lambda layer, hidden: hidden, page, greeting, wrap=torch.inference_mode)
+        loop = FfnLoop(served, lambda layer, hidden: hidden, page, greeting, wrap=torch.inference_mode)
         loop.start()
         loop.serve()
         pipe.send("listening")
@@ -329,12 +346,12 @@ def _serve_shm(pipe: Connection, address: str, spin_us: int, max_rows: int, widt
 
 
 @contextlib.contextmanager
-def _tcp(max_rows: int, width: int, cores: set[int]) -> Iterator[Hop]:
+def _bare(max_rows: int, width: int, cores: set[int]) -> Iterator[Hop]:
     import torch
 
     answer = torch.empty(max_rows, width, dtype=torch.bfloat16)
     with (
-        _child(_serve_tcp, max_rows, width, cores) as pipe,
+        _child(_serve_bare, max_rows, width, cores) as pipe,
         socket.create_connection(("127.0.0.1", pipe.recv())) as sock,
     ):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -346,7 +363,7 @@ def _tcp(max_rows: int, width: int, cores: set[int]) -> Iterator[Hop]:
         yield hop
 
 
-def _serve_tcp(pipe: Connection, max_rows: int, width: int, cores: set[int]) -> None:
+def _serve_bare(pipe: Connection, max_rows: int, width: int, cores: set[int]) -> None:
     import torch
 
     with _here(cores), socket.create_server(("127.0.0.1", 0)) as listener, torch.inference_mode():

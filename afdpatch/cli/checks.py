@@ -56,6 +56,12 @@ def option_value(words: Sequence[str], name: str) -> str | None:
     return None
 
 
+def count_of(words: Sequence[str], *names: str) -> int:
+    """A number of vLLM's options, 1 where it isn't given or isn't one (vLLM says so)."""
+    found = next((value for name in names if (value := option_value(words, name)) is not None), "1")
+    return max(1, int(found)) if found.isascii() and found.isdigit() and len(found) < 6 else 1
+
+
 def model_of(words: Sequence[str], usage: str) -> str | None:
     """The model that `vllm serve` would take from these words, None where a file of options may name it.
 
@@ -114,9 +120,9 @@ def meeting_point(host: str, port: int, ffn_rank: int = 0) -> str:
     return f"@afdpatch/{name}/ffn{ffn_rank}"
 
 
-def check_meeting_point(host: str, port: int) -> None:
+def check_meeting_point(host: str, port: int, ffn_rank: int = 0) -> None:
     """Refuse a pair whose name another FFN server has."""
-    name = meeting_point(host, port)
+    name = meeting_point(host, port, ffn_rank)
     try:
         lines = UNIX_SOCKETS.read_text(errors="replace").splitlines()
     except OSError:

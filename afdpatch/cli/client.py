@@ -18,12 +18,22 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 class HttpError(OSError):
     """A server answered, but not with 200; the text has the status and what it said."""
 
+    def __init__(self, text: str, status: int = 0, said: str = "") -> None:
+        super().__init__(text)
+        self.status = status
+        self.said = said
 
-def request(url: str, body: Mapping[str, Any] | None = None, timeout: float = 60.0) -> http.client.HTTPResponse:
-    """GET, or POST a JSON body. The response is open; closing it closes the connection. Raises HttpError, OSError."""
+
+def request(
+    url: str, body: Mapping[str, Any] | None = None, timeout: float = 60.0, key: str | None = None
+) -> http.client.HTTPResponse:
+    """GET, or POST a JSON body; `key` goes along as a bearer token.
+
+    The response is open; closing it closes the connection. Raises HttpError, OSError.
+    """
     parts = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout)
-    headers = {"Connection": "close"}
+    headers = {"Connection": "close", **({"Authorization": f"Bearer {key}"} if key else {})}
     if body is None:
         connection.request("GET", parts.path or "/", headers=headers)
     else:
@@ -32,12 +42,12 @@ def request(url: str, body: Mapping[str, Any] | None = None, timeout: float = 60
     if response.status != 200:
         said = response.read(2000).decode(errors="replace")
         connection.close()
-        raise HttpError(f"{url}: expected status 200, found {response.status}: {said}")
+        raise HttpError(f"{url}: expected status 200, found {response.status}: {said}", response.status, said)
     return response
 
 
-def get_json(url: str, body: Mapping[str, Any] | None = None, timeout: float = 60.0) -> Any:
-    with request(url, body, timeout) as response:
+def get_json(url: str, body: Mapping[str, Any] | None = None, timeout: float = 60.0, key: str | None = None) -> Any:
+    with request(url, body, timeout, key) as response:
         return json.load(response)
 
 

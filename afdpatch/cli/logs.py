@@ -20,7 +20,8 @@ EXCEPTION = re.compile(
 OWN = re.compile(
     r"^(?:\([^)]*\) )?(?:(?:ERROR|CRITICAL) \S+ \S+ \[[^\]]*\] )?(?P<text>afdpatch: error: .*"
     r"|(?:afdpatch\.[A-Za-z_.]*\.)?(?:ConnectorError|InvalidHop|PeerLost|HopTimeout|FfnError|ConnectTimeout|AddressInUse"
-    r"|ConnectionRefused|GreetingMismatch|ConfigError|PatchError)(?::.*)?"
+    r"|ConnectionRefused|GreetingMismatch|Unreachable|NoFfnServer|OwnerEnded|StatusPageError|ConfigError|PatchError)"
+    r"(?::.*)?"
     r"|afdpatch\.[A-Za-z_.]+: .*)$"
 )
 # uvicorn's list of routes, and its line for every look at the server: no help where something failed.

@@ -44,26 +44,54 @@ def add_parser(subparsers: Any) -> None:
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="afdpatch serve --role {attention,ffn} MODEL [--afd-host H] [--afd-port P] [--afd-config JSON] "
-        "[vLLM's options]",
+        usage="afdpatch serve --role {attention,ffn} MODEL [options] [vLLM's options]",
         allow_abbrev=False,
     )
     parser.set_defaults(takes_vllm_options=True)
-    parser.add_argument("--role", required=True, choices=("attention", "ffn"), help="which half of the model this is")
-    parser.add_argument("--afd-host", metavar="H", help="where the two servers meet")
-    parser.add_argument("--afd-port", type=int, metavar="P", help="the port that names the pair: the same on both")
-    parser.add_argument("--afd-config", metavar="JSON", help="further keys of the `afd` configuration")
+    add = parser.add_argument
+    add("--role", required=True, choices=("attention", "ffn"), help="which half of the model this is")
+    add("--afd-host", metavar="H", help="where the two servers meet")
+    add("--afd-port", type=int, metavar="P", help="the port that names the pair: the same on all servers")
+    add("--connector", metavar="NAME", help="shm: all on one host (the default); tcp: between hosts")
+    add("--rank", type=int, metavar="R", help="rank of this server's first worker in its role (default: 0)")
+    add("--attention-ranks", type=int, metavar="N", help="workers of all attention servers together (default: 1)")
+    add("--ffn-ranks", type=int, metavar="N", help="workers of all FFN servers together (default: 1)")
+    add("--ffn-tp", type=int, metavar="N", help="tensor-parallel size of each FFN server (default: 1)")
+    add(
+        "--ffn-addresses", metavar="H:P,...", help="tcp: where each FFN server listens (default: afd-port + its number)"
+    )
+    add("--secret-file", metavar="FILE", help="16 to 4096 bytes that all servers must have, for your eyes only")
+    add("--afd-config", metavar="JSON", help="further keys of the `afd` configuration")
+
+
+def afd_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The `afd` configuration that the options give."""
+    given = {
+        "role": args.role,
+        "host": args.afd_host,
+        "port": args.afd_port,
+        "connector": args.connector,
+        "rank": args.rank,
+        "num_attention_ranks": args.attention_ranks,
+        "num_ffn_ranks": args.ffn_ranks,
+    }
+    extra = {
+        "ffn_tp": args.ffn_tp,
+        "ffn_addresses": args.ffn_addresses.split(",") if args.ffn_addresses else None,
+        "secret_file": os.path.abspath(args.secret_file) if args.secret_file else None,
+    }
+    afd = {key: value for key, value in given.items() if value is not None}
+    if any(value is not None for value in extra.values()):
+        afd["connector_extra_config"] = {key: value for key, value in extra.items() if value is not None}
+    return afd
 
 
 def run(args: argparse.Namespace) -> int:
     from afdpatch.cli import vllm
 
-    given = {"role": args.role, "host": args.afd_host, "port": args.afd_port}
-    afd = merge(
-        {key: value for key, value in given.items() if value is not None},
-        parse_object(args.afd_config, "--afd-config") if args.afd_config else {},
-        "--afd-config",
-    )
+    afd = afd_of(args)
+    if args.afd_config:
+        afd = merge(afd, parse_object(args.afd_config, "--afd-config"), "--afd-config")
     words = vllm_options(afd, args.rest)
     checks.check_model(checks.model_of(args.rest, USAGE), args.rest)
     checks.check_options(args.rest)
@@ -107,7 +135,9 @@ def cpu_defaults(role: str, options: Sequence[str]) -> list[str]:
     chosen = []
     if memory := topology.memory_default(options):
         chosen.append(f"KV cache {topology.KV_CACHE_BYTES >> 30} GiB (--kv-cache-memory-bytes changes it)")
-    binding = topology.core_binding(2)[("attention", "ffn").index(role)]
+    workers = checks.count_of(options, "--tensor-parallel-size", "-tp")
+    workers *= checks.count_of(options, "--data-parallel-size", "-dp")
+    binding = topology.worker_binding([workers, workers])[("attention", "ffn").index(role)]
     if cores := binding.get(topology.BIND):
         os.environ[topology.BIND] = cores
         chosen.append(f"cores {cores}, the {role} server's half ({topology.BIND} changes it)")
@@ -141,12 +171,17 @@ def vllm_options(afd: Mapping[str, Any], options: Sequence[str]) -> list[str]:
     return [*rest, "--additional-config", json.dumps(additional)]
 
 
-def merge(first: dict[str, Any], second: Mapping[str, Any], option: str) -> dict[str, Any]:
-    """Both together; a key that both have with different values is an error that names it."""
+def merge(first: Mapping[str, Any], second: Mapping[str, Any], option: str) -> dict[str, Any]:
+    """Both together, objects within them too; a key that both have with different values is an error that names it."""
+    both = dict(first)
     for key, value in second.items():
-        if key in first and first[key] != value:
+        if isinstance(value, Mapping) and isinstance(first.get(key), Mapping):
+            both[key] = merge(first[key], value, option)
+        elif key in first and first[key] != value:
             raise UsageError(
                 f"{option}: key {key!r} is {json.dumps(value)} there and {json.dumps(first[key])} elsewhere "
                 "on the command line; give it once"
             )
-    return {**first, **second}
+        else:
+            both[key] = value
+    return both

@@ -1,4 +1,4 @@
-"""Which servers make up an AFD pair or a stock vLLM on this machine: commands, ports, cores, memory."""
+"""Which servers make up an AFD pair, several of each role, or a stock vLLM: commands, ports, cores, memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,15 +20,73 @@ MEMORY_OPTIONS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 
 # Plain log lines, and no Hugging Face or usage look-ups: the model is a folder here more often than not.
 SERVER_ENV = {"NO_COLOR": "1", "PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}
+AFD_PORT = 1239
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many servers of each role, and how many workers each has."""
+
+    attention: int = 1
+    ffn: int = 1
+    attention_dp: int = 1
+    attention_tp: int = 1
+    ffn_tp: int = 1
+
+    @property
+    def workers(self) -> list[int]:
+        """Workers of each server, the attention servers first."""
+        return [self.attention_dp * self.attention_tp] * self.attention + [self.ffn_tp] * self.ffn
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Worker totals of both roles, as the configuration counts them."""
+        return self.attention * self.attention_dp * self.attention_tp, self.ffn * self.ffn_tp
+
+    def rank_options(self, role: str, index: int) -> list[str]:
+        """`serve`'s options that place server `index` of a role; none for a pair of one worker each."""
+        if self.ranks == (1, 1):
+            return []
+        rank = index * (self.attention_dp * self.attention_tp if role == "attention" else self.ffn_tp)
+        counts = ["--attention-ranks", str(self.ranks[0]), "--ffn-ranks", str(self.ranks[1])]
+        return ["--rank", str(rank), *counts, *(["--ffn-tp", str(self.ffn_tp)] if self.ffn_tp > 1 else [])]
+
+    def vllm_options(self, role: str) -> list[str]:
+        """vLLM's own options for a role's parallel workers."""
+        tp, dp = (self.attention_tp, self.attention_dp) if role == "attention" else (self.ffn_tp, 1)
+        return [
+            *(["--tensor-parallel-size", str(tp)] if tp > 1 else []),
+            *(["--data-parallel-size", str(dp)] if dp > 1 else []),
+        ]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How the servers of both roles find one another; `hosts`: of the attention servers, then of the FFN servers."""
+
+    port: int
+    connector: str | None = None
+    secret_file: str | None = None
+    hosts: tuple[str, ...] = ()
+
+    def options(self, shape: Shape) -> list[str]:
+        """`serve`'s options, the same for all servers."""
+        words = ["--afd-port", str(self.port)]
+        words += ["--connector", self.connector] if self.connector else []
+        words += ["--secret-file", self.secret_file] if self.secret_file else []
+        ffn_hosts = self.hosts[shape.attention :]
+        addresses = [f"{bracketed(host)}:{self.port + index}" for index, host in enumerate(ffn_hosts)]
+        return [*words, *(["--ffn-addresses", ",".join(addresses)] if addresses else [])]
 
 
 def split_cores(cores: Sequence[int], parts: int) -> list[list[int]]:
     """Contiguous blocks of `cores`, one for each part, the first ones a core longer when it doesn't come out even.
 
-    With fewer cores than parts every part gets all of them.
+    With fewer cores than parts each part gets one, in turn: threads of two servers that share all cores would wait for
+    each other the more.
     """
     if len(cores) < parts:
-        return [list(cores) for _ in range(parts)]
+        return [[cores[part % len(cores)]] for part in range(parts)]
     size, longer = divmod(len(cores), parts)
     blocks: list[list[int]] = []
     begin = 0
@@ -104,6 +163,16 @@ def memory_default(options: Sequence[str]) -> list[str]:
     return ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES)]
 
 
+def worker_binding(workers: Sequence[int]) -> list[dict[str, str]]:
+    """`core_binding` for servers of so many workers each; a server's workers have a block each, split by `|`."""
+    blocks = core_binding(sum(workers))
+    found = []
+    for count in workers:
+        own, blocks = blocks[:count], blocks[count:]
+        found.append({BIND: "|".join(block[BIND] for block in own)} if BIND in own[0] else {})
+    return found
+
+
 def afd_pair(
     options: Sequence[str],
     log_dir: Path,
@@ -120,22 +189,90 @@ def afd_pair(
 
     The FFN's port defaults to the one after the attention server's. Ports left out are chosen among the free ones.
     """
-    port = port or free_port()
-    if ffn_port is None:
-        ffn_port = port + 1 if port < 65535 and port_is_free(port + 1) else free_port([port])
-    afd_port = afd_port or free_port([port, ffn_port])
-    attention_env, ffn_env = bindings or core_binding(2)
-
-    def one(role: str, at: int, own: Sequence[str], env: dict[str, str]) -> Server:
-        words = [*options, *own]
-        command = [sys.executable, "-m", "afdpatch", "serve", "--role", role, "--afd-port", str(afd_port), *words]
-        command += ["--host", host, "--port", str(at), *memory_default(words)]
-        log = log_dir / f"{role}.log"
-        return Server(role, command, at, log, env={**SERVER_ENV, **env}, host=reachable(host))
-
-    attention = one("attention", port, attention_options, attention_env)
-    ffn = one("ffn", ffn_port, ffn_options, ffn_env)
+    ports = choose_ports(Shape(), port, ffn_port)
+    attention, ffn = afd_servers(
+        options,
+        log_dir,
+        Shape(),
+        Meeting(afd_port or free_port(ports)),
+        ports,
+        host=host,
+        attention_options=attention_options,
+        ffn_options=ffn_options,
+        bindings=bindings,
+    )
     return attention, ffn
+
+
+def choose_ports(shape: Shape, port: int | None, ffn_port: int | None, *, look: bool = True) -> list[int]:
+    """An HTTP port for each server, the attention servers first: consecutive ones where they are free.
+
+    Args:
+        shape: how many there are.
+        port: the first attention server's (default: a free one).
+        ffn_port: the first FFN server's (default: the one after the last attention server's).
+        look: whether to pass over ports that are taken; those that were given are taken as they are.
+    """
+    ports: list[int] = []
+    given = {0: port, shape.attention: ffn_port}
+    for index in range(shape.attention + shape.ffn):
+        want = given.get(index) or (ports[-1] + 1 if ports else None)
+        chosen = given.get(index) is not None or (want is not None and not look)
+        if want is None or (not chosen and (want > 65535 or want in ports or not port_is_free(want))):
+            want = free_port(ports)
+        ports.append(want)
+    return ports
+
+
+def afd_servers(
+    options: Sequence[str],
+    log_dir: Path,
+    shape: Shape,
+    meeting: Meeting,
+    ports: Sequence[int],
+    *,
+    host: str = "127.0.0.1",
+    attention_options: Sequence[str] = (),
+    ffn_options: Sequence[str] = (),
+    bindings: Sequence[dict[str, str]] | None = None,
+) -> tuple[Server, ...]:
+    """The servers of a shape, the attention servers first, not started yet.
+
+    Args:
+        options: the model and vLLM's options, for all servers.
+        log_dir: where each gets a log of its own name.
+        shape: how many there are.
+        meeting: how they find one another.
+        ports: an HTTP port for each.
+        host: the address that all listen on for HTTP.
+        attention_options: for the attention servers alone.
+        ffn_options: for the FFN servers alone.
+        bindings: the environment that binds each one's threads (default: this process's cores, divided).
+    """
+    roles = [("attention", index) for index in range(shape.attention)] + [("ffn", index) for index in range(shape.ffn)]
+    counts = {"attention": shape.attention, "ffn": shape.ffn}
+    servers = []
+    for (role, index), at, env in zip(roles, ports, bindings or worker_binding(shape.workers), strict=True):
+        name = role if counts[role] == 1 else f"{role}{index}"
+        words = [*options, *(attention_options if role == "attention" else ffn_options), *shape.vllm_options(role)]
+        command = [sys.executable, "-m", "afdpatch", "serve", "--role", role, *meeting.options(shape)]
+        command += [*shape.rank_options(role, index), *words]
+        command += ["--host", host, "--port", str(at), *memory_default(words)]
+        log = log_dir / f"{name}.log"
+        servers.append(Server(name, command, at, log, env={**SERVER_ENV, **env}, host=reachable(host)))
+    return tuple(servers)
+
+
+def plain_command(server: Server) -> str:
+    """A server's command as a person types it in a shell, with its cores."""
+    words = ["afdpatch", *server.command[3:]]
+    bind = server.env.get(BIND)
+    return (f"{BIND}={shlex.quote(bind)} " if bind else "") + shlex.join(words)
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands before a port."""
+    return f"[{host}]" if ":" in host else host
 
 
 def stock(

@@ -1,42 +1,46 @@
-"""The attention server's look at its peer while no hop is on its way."""
+"""The attention worker's look at its peers, and at its server, while no hop is on its way."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from afdpatch.runtime.connectors.base import AttentionConnector
+from afdpatch.runtime.owner import Owner, OwnerEnded
 from afdpatch.runtime.status import StatusPage
+
+if TYPE_CHECKING:
+    from afdpatch.runtime.route import Route
 
 log = logging.getLogger(__name__)
 
 
 class PeerWatch:
-    """A thread that writes to the page twice a second whether the FFN server is connected, and the heartbeat.
+    """A thread that twice a second tends the route, gives the heartbeat, and looks whether the server still lives.
 
     An attention server without requests sends no hops, so nothing else would notice that its peer has gone. A worker
     that hangs in a hop is not this thread's business: every hop has a deadline.
 
     Args:
-        connector: asked ``peer_alive``.
-        page: the server's status page.
+        route: its ``tend`` is called, and ``peers`` written to the page; None for a worker that sends no hops itself.
+        page: the worker's status page.
         period_s: time between two looks in seconds.
-        on_lost: called once for each loss, in the thread.
+        on_orphaned: called in the thread, which ends then, when the server's first process has ended.
     """
 
     def __init__(
         self,
-        connector: AttentionConnector,
+        route: Route | None,
         page: StatusPage,
         *,
         period_s: float = 0.5,
-        on_lost: Callable[[], None] | None = None,
+        on_orphaned: Callable[[OwnerEnded], None] | None = None,
     ) -> None:
-        self._connector = connector
+        self._route = route
         self._page = page
         self._period_s = period_s
-        self._on_lost = on_lost
+        self._on_orphaned = on_orphaned
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -56,21 +60,23 @@ class PeerWatch:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        was_alive = False
+        owner = Owner(self._page)
         try:
             while True:
-                alive = self._connector.peer_alive()
-                self._page.set_peers(int(alive))
-                if was_alive and not alive:
-                    text = "the FFN server has gone; requests fail until this server is started again"
-                    log.warning("%s", text)
-                    self._page.set_error(text)
-                    if self._on_lost is not None:
-                        self._on_lost()
-                was_alive = alive
+                owner.check()
+                if self._route is not None:
+                    self._route.tend()
+                    self._page.set_peers(self._route.peers())
                 self._page.beat()
                 if self._stop.wait(self._period_s):
                     return
+        except OwnerEnded as error:
+            log.error("%s", error)
+            self._page.fail(str(error))
+            if self._on_orphaned is not None:
+                self._on_orphaned(error)
         except Exception as error:  # the page must not look alive when nobody writes it any more
             log.exception("the peer watch ended")
             self._page.fail(f"the peer watch ended: {type(error).__name__}: {error}")
+        finally:
+            owner.close()

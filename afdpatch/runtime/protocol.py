@@ -1,20 +1,24 @@
 """What crosses between the roles: the 64-byte hop header, the JSON greeting, their limits. No pickle, no torch.
 
-Every message is one datagram of a connection that keeps message boundaries. The first message each way is a greeting
-(or a refusal); after it every message is a header, and an ERROR carries its text behind it.
+A connection begins with four messages of text (``secret`` has the first two, which also prove a shared secret; then
+the two greetings). After them every message is a header; an ERROR has its text behind it, and where the payload isn't
+in shared memory a HOP and a REPLY have it behind them: ``nbytes`` says how much.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import json
+import os
 import reprlib
+import secrets
 import struct
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import NamedTuple
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAGIC = b"AFDh"
 HEADER = struct.Struct("<4sHBBQQIHxxIIQQ8x")
 """magic, version, kind, dtype code, sequence, step, layer, micro-batch, rows, hidden, payload offset, payload bytes."""
@@ -42,6 +46,8 @@ class Kind(enum.IntEnum):
     """Either way: the sender leaves on purpose."""
     READY = 5
     """FFN to attention: the weights are loaded, hops are answered from now on (greeting state was ``loading``)."""
+    PING = 6
+    """Attention to FFN: the sender lives and has nothing to send."""
 
 
 class ProtocolError(ValueError):
@@ -59,7 +65,11 @@ def _short(value: object) -> str:
 
 
 class Header(NamedTuple):
-    """A hop header, decoded. ``nbytes`` is the payload's; ``offset`` counts bytes from the start of the memfd."""
+    """A hop header, decoded.
+
+    ``nbytes`` are the payload's (an ERROR's: the text's). ``offset`` counts bytes from the start of the shared memory;
+    it is 0 where the payload follows the header.
+    """
 
     kind: int
     dtype: int
@@ -95,19 +105,20 @@ class Header(NamedTuple):
         if version != PROTOCOL_VERSION:
             raise ProtocolError("version", version, str(PROTOCOL_VERSION))
         header = cls._make(rest)
-        if not Kind.HOP <= header.kind <= Kind.READY:
+        if not Kind.HOP <= header.kind <= Kind.PING:
             raise ProtocolError("kind", header.kind, ", ".join(f"{kind.value} ({kind.name})" for kind in Kind))
         return header
 
 
 def control(kind: Kind, sequence: int = 0) -> bytes:
-    """A header without payload (BYE, READY)."""
+    """A header without payload (BYE, READY, PING)."""
     return Header(kind, 0, sequence, 0, 0, 0, 0, 0, 0, 0).pack()
 
 
 def error_message(hop: Header, text: str) -> bytes:
     """The ERROR answer to ``hop``; the text is cut to 4 KiB of UTF-8."""
-    return hop._replace(kind=Kind.ERROR, offset=0, nbytes=0).pack() + clip(text, MAX_ERROR_BYTES)
+    data = clip(text, MAX_ERROR_BYTES)
+    return hop._replace(kind=Kind.ERROR, offset=0, nbytes=len(data)).pack() + data
 
 
 def error_text(message: bytes | bytearray | memoryview) -> str:
@@ -123,12 +134,20 @@ def clip(text: str, limit: int) -> bytes:
     return data[:limit].decode("utf-8", "ignore").encode()
 
 
+@functools.cache
+def instance_of(pid: int) -> str:
+    """A random name of the process with this pid, the same each time it is asked for within the process."""
+    return secrets.token_hex(16)
+
+
 @dataclass(frozen=True)
 class Greeting:
-    """Who a server is and what it will send or accept; exchanged once, before weights load.
+    """Who a worker is and what it will send or accept; exchanged once for each connection, first before weights load.
 
     ``layers`` are the indices of the decoder layers whose FFN is remote, ascending. ``max_rows`` is the most rows of
     one hop. ``dtype`` is torch's name of the hidden states' type without the ``torch.``. Digests are hex text.
+    ``tensor_parallel`` is the FFN server's size, which attention expects. ``instance`` names the process that runs: a
+    rank that connects again takes the place of its own old connection, another process that claims the rank doesn't.
 
     Raises:
         ProtocolError: a field of the wrong type or out of its limits.
@@ -148,6 +167,9 @@ class Greeting:
     micro_batches: int
     num_attention_ranks: int
     num_ffn_ranks: int
+    tensor_parallel: int = 1
+    graph_mode: str = "none"
+    instance: str = field(default_factory=lambda: instance_of(os.getpid()))
     state: str = "loading"
     protocol: int = PROTOCOL_VERSION
 
@@ -156,13 +178,15 @@ class Greeting:
         _choice("role", self.role, ("attention", "ffn"))
         _choice("dtype", self.dtype, tuple(DTYPE_CODES))
         _choice("state", self.state, _STATES)
-        for name in ("manifest_digest", "vllm_version", "model", "config_digest", "checkpoint"):
+        for name in ("manifest_digest", "vllm_version", "model", "config_digest", "checkpoint", "graph_mode"):
             _text(name, getattr(self, name))
         _integer("hidden_size", self.hidden_size, 1, 1 << 17)
         _integer("max_rows", self.max_rows, 1, 1 << 20)
         _integer("micro_batches", self.micro_batches, 1, 8)
         _integer("num_attention_ranks", self.num_attention_ranks, 1, 4096)
         _integer("num_ffn_ranks", self.num_ffn_ranks, 1, 4096)
+        _integer("tensor_parallel", self.tensor_parallel, 1, 4096)
+        _hex("instance", self.instance)
         own = self.num_attention_ranks if self.role == "attention" else self.num_ffn_ranks
         _integer("rank", self.rank, 0, own - 1)
         if not isinstance(self.layers, tuple) or not 1 <= len(self.layers) <= MAX_LAYERS:
@@ -186,7 +210,7 @@ class Greeting:
     @classmethod
     def decode(cls, message: bytes) -> Greeting:
         """Read a greeting; anything that isn't one is a ProtocolError."""
-        return cls._from_json(_json_object(message))
+        return cls._from_json(json_object(message))
 
     @classmethod
     def _from_json(cls, data: dict[str, object]) -> Greeting:
@@ -225,6 +249,8 @@ _EQUAL = (
     "layers",
     "num_attention_ranks",
     "num_ffn_ranks",
+    "tensor_parallel",
+    "graph_mode",
 )
 
 
@@ -232,7 +258,7 @@ def compare(ours: Greeting, theirs: Greeting) -> list[Mismatch]:
     """The fields on which two greetings of the two roles can't work together; empty when they can.
 
     The roles must differ; the attention side's ``max_rows`` and ``micro_batches`` must not pass the FFN side's;
-    ``rank`` and ``state`` are each side's own; everything else must be equal.
+    ``rank``, ``instance`` and ``state`` are each side's own; everything else must be equal.
     """
     found: list[Mismatch] = []
     if ours.role == theirs.role:
@@ -255,15 +281,20 @@ def _value(value: object) -> str:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The FFN's answer to a greeting that it doesn't take; in ``mismatches`` *ours* is the FFN's value."""
+    """The FFN's answer to a peer that it doesn't take; in ``mismatches`` *ours* is the FFN's value.
+
+    ``retry``: the reason passes (draining, too many at once), so the peer may try again until its deadline.
+    """
 
     reason: str
     mismatches: tuple[Mismatch, ...] = ()
+    retry: bool = False
 
     def encode(self) -> bytes:
         """The refusal as one JSON message."""
         pairs = [[clip(text, 256).decode() for text in mismatch] for mismatch in self.mismatches[:32]]
-        return json.dumps({"refused": clip(self.reason, 2048).decode(), "mismatches": pairs}).encode()
+        reason = clip(self.reason, 2048).decode()
+        return json.dumps({"refused": reason, "mismatches": pairs, "retry": self.retry}).encode()
 
 
 def decode_answer(message: bytes) -> Greeting | Refusal:
@@ -272,23 +303,33 @@ def decode_answer(message: bytes) -> Greeting | Refusal:
     Raises:
         ProtocolError: neither a greeting nor a refusal.
     """
-    data = _json_object(message)
+    data = json_object(message)
+    return refusal_of(data) or Greeting._from_json(data)
+
+
+def refusal_of(data: dict[str, object]) -> Refusal | None:
+    """The refusal that a JSON object is, None when it is something else.
+
+    Raises:
+        ProtocolError: a refusal with fields of other types.
+    """
     if "refused" not in data:
-        return Greeting._from_json(data)
-    reason, pairs = data["refused"], data.get("mismatches")
-    if not isinstance(reason, str) or not isinstance(pairs, list):
-        raise ProtocolError("refusal", data, "a reason and a list of mismatches")
+        return None
+    # A refusal may come from another version: what it doesn't say has its default.
+    reason, pairs, retry = data["refused"], data.get("mismatches", []), data.get("retry", False)
+    if not isinstance(reason, str) or not isinstance(pairs, list) or not isinstance(retry, bool):
+        raise ProtocolError("refusal", data, "a reason, a list of mismatches, and whether to try again")
     mismatches = []
     for pair in pairs:
         if not isinstance(pair, list) or len(pair) != 3 or not all(isinstance(text, str) for text in pair):
             raise ProtocolError("mismatches", pair, "field, our value and their value, as text")
         mismatches.append(Mismatch(*pair))
-    return Refusal(reason, tuple(mismatches))
+    return Refusal(reason, tuple(mismatches), retry)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the payloads lie in the memfd: for each micro-batch an A2F region, then an F2A region, page-aligned."""
+    """Where the payloads lie in shared memory: for each micro-batch an A2F region, then an F2A region, page-aligned."""
 
     max_rows: int
     hidden: int
@@ -312,7 +353,7 @@ class Layout:
 
     @property
     def total_bytes(self) -> int:
-        """Size of the memfd in bytes."""
+        """Size of the shared memory in bytes."""
         return 2 * self.micro_batches * self.region_bytes
 
     def a2f_offset(self, micro_batch: int) -> int:
@@ -325,9 +366,14 @@ class Layout:
 
 
 class HopLimits:
-    """What a HOP header of one peer may say; built once for each connection from its greeting."""
+    """What a HOP header of one peer may say; built once for each connection from its greeting.
 
-    def __init__(self, greeting: Greeting) -> None:
+    Args:
+        greeting: the attention side's.
+        inline: the payload follows the header, so that its offset is 0.
+    """
+
+    def __init__(self, greeting: Greeting, *, inline: bool = False) -> None:
         layout = Layout.of(greeting)
         self._layers: Collection[int] = frozenset(greeting.layers)
         self._dtype = DTYPE_CODES[greeting.dtype]
@@ -335,7 +381,8 @@ class HopLimits:
         self._hidden = greeting.hidden_size
         self._max_rows = greeting.max_rows
         self._row_bytes = layout.row_bytes
-        self._offsets = tuple(layout.a2f_offset(index) for index in range(greeting.micro_batches))
+        indices = range(greeting.micro_batches)
+        self._offsets = tuple(0 if inline else layout.a2f_offset(index) for index in indices)
 
     def check(self, header: Header) -> None:
         """Hold a HOP header against the greeting.
@@ -363,7 +410,8 @@ class HopLimits:
             raise ProtocolError("payload bytes", header.nbytes, str(header.rows * self._row_bytes))
 
 
-def _json_object(message: bytes) -> dict[str, object]:
+def json_object(message: bytes) -> dict[str, object]:
+    """A JSON object of at most 64 KiB; anything else is a ProtocolError."""
     if len(message) > MAX_GREETING_BYTES:
         raise ProtocolError("greeting length", len(message), f"at most {MAX_GREETING_BYTES} bytes")
     try:
@@ -383,6 +431,11 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in allowed:
         raise ProtocolError(name, value, " or ".join(allowed))
+
+
+def _hex(name: str, value: object) -> None:
+    if not isinstance(value, str) or not 16 <= len(value) <= 64 or not set(value) <= set("0123456789abcdef"):
+        raise ProtocolError(name, value, "16 to 64 hexadecimal digits in lower case")
 
 
 def _text(name: str, value: object) -> None:

@@ -1,9 +1,10 @@
-"""The status page: one server's counters, latencies and heartbeat in shared memory.
+"""The status pages: one server's counters, latencies and heartbeats in shared memory, a page for each worker.
 
-A memfd that the server's first process makes; the others reach it through ``/proc/<pid>/fd/<n>``, whose path travels in
-the environment. Written by one worker, read by the HTTP processes. Numbers are aligned unsigned 64-bit words, each
-written whole, so that a reader sees an old or a new value and never half of one; two words may be of different moments.
-A text has two places and a count of its writes, which says which one holds; the other one is written next.
+A memfd that the server's first process makes; the others reach it through ``/proc/<pid>/fd/<n>``, whose path travels
+in the environment. A page is written by its worker and read by the HTTP processes; one word goes the other way: whether
+the server was asked to drain. Numbers are aligned unsigned 64-bit words, each written whole, so that a reader sees an
+old or a new value and never half of one; two words may be of different moments. A text has two places and a count of
+its writes, which says which one holds; the other one is written next.
 """
 
 from __future__ import annotations
@@ -16,28 +17,24 @@ import sys
 import threading
 import time
 from bisect import bisect_left
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
+
+from afdpatch.runtime.config import ROLES
+from afdpatch.runtime.events import Event
+from afdpatch.runtime.snapshot import Histogram, Peer, PeerState, Snapshot, State
+
+__all__ = ["Histogram", "Peer", "PeerState", "Snapshot", "State", "StatusPage", "StatusPageError", "StatusPages"]
 
 ENVIRONMENT_KEY = "AFDPATCH_STATUS_PAGE"
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 _MAGIC = int.from_bytes(b"AFDstat1", "little")
 _SIZE = 8192
 BUCKETS_NS = tuple(step * 10**power for power in range(4, 11) for step in (1, 2, 5))[:19]
 """Upper bounds of the latency buckets in nanoseconds: 10 us, 20 us, 50 us, ... 10 s; one more bucket takes the rest."""
 MAX_ERROR_BYTES = 1024
 MAX_DIGEST_BYTES = 128
-_ROLES = ("attention", "ffn")
-
-
-class State(enum.IntEnum):
-    """Where a server is in its life."""
-
-    STARTING = 0
-    LOADING = 1
-    READY = 2
-    FAILED = 3
-    STOPPED = 4
+MAX_PEERS = 64
+"""How many peers a page names; more are only counted."""
 
 
 class _Word(enum.IntEnum):
@@ -53,15 +50,21 @@ class _Word(enum.IntEnum):
     ROWS = 7
     BYTES_A2F = 8
     BYTES_F2A = 9
-    ERRORS = 10
     STEPS = 11
     LAST_STEP_HOPS = 12
     LAST_STEP_BYTES = 13
     PEERS = 14
-    PEERS_REFUSED = 15
     WEIGHT_BYTES = 16
     WEIGHTS_READ = 17
     WEIGHTS_SKIPPED = 18
+    PEER_STATE = 19
+    RANK = 20
+    WAIT = 21
+    QUEUE = 22
+    DRAINING = 23
+    DRAIN_REQUESTED = 24
+    PEERS_NAMED = 25
+    EVENTS = 40
     HOP_TIMES = 64
     COMPUTE_TIMES = 96
     STEP_TIMES = 128
@@ -76,8 +79,12 @@ _F2A = int(_Word.BYTES_F2A)
 _HOP_TIMES = int(_Word.HOP_TIMES)
 _COMPUTE_TIMES = int(_Word.COMPUTE_TIMES)
 _STEP_TIMES = int(_Word.STEP_TIMES)
+_WAIT = int(_Word.WAIT)
+_QUEUE = int(_Word.QUEUE)
+_DRAIN_REQUESTED = int(_Word.DRAIN_REQUESTED)
 _DIGEST_AT = 2048
 _ERROR_AT = 4096
+_PEERS_AT = 6656
 
 
 def _slot(at: int, writes: int, limit: int) -> int:
@@ -89,84 +96,65 @@ class StatusPageError(RuntimeError):
     """The page can't be opened, or isn't one."""
 
 
-class Histogram(NamedTuple):
-    """Observations by bucket; ``counts`` has one entry more than ``bounds_s``, for what is above the last bound."""
-
-    bounds_s: tuple[float, ...]
-    counts: tuple[int, ...]
-    sum_s: float
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The page at one moment. Bytes are payload bytes; ``heartbeat_ns`` is CLOCK_MONOTONIC, 0 before the first beat."""
-
-    role: str
-    state: State
-    worker_pid: int
-    heartbeat_ns: int
-    hops: int
-    rows: int
-    bytes_a2f: int
-    bytes_f2a: int
-    errors: int
-    steps: int
-    last_step_hops: int
-    last_step_bytes: int
-    peers: int
-    peers_refused: int
-    weight_bytes: int
-    weights_read: int
-    weights_skipped: int
-    manifest_digest: str
-    last_error: str
-    hop_times: Histogram
-    compute_times: Histogram
-    step_times: Histogram
-
-
 class StatusPage:
-    """One mapping of the page; make it with ``create``, ``open`` or ``from_environment``."""
+    """One worker's page; make it with ``create``, ``open`` or ``from_environment``."""
 
-    def __init__(self, fd: int, owner_pid: int, owner_fd: int) -> None:
+    def __init__(self, fd: int, owner_pid: int, owner_fd: int, index: int = 0) -> None:
         self._fd = fd
-        self._map = mmap.mmap(fd, _SIZE)
-        self._words = memoryview(self._map).cast("Q")
+        self._map = mmap.mmap(fd, 0)
+        self._bytes = memoryview(self._map)[index * _SIZE : (index + 1) * _SIZE]
+        self._words = self._bytes.cast("Q")
         self._text_lock = threading.Lock()
+        self._event_lock = threading.Lock()
         self._step_start_ns = 0
         self._step_hops = 0
         self._step_bytes = 0
         self.path = f"/proc/{owner_pid}/fd/{owner_fd}"
-        """Where other processes of the server open the page, as long as the process that made it lives."""
+        """Where other processes of the server open the pages, as long as the process that made them lives."""
 
     @classmethod
-    def create(cls, role: str, manifest_digest: str = "") -> StatusPage:
-        """Make a page for a server of ``role``; the calling process must outlive the server's others.
+    def create(cls, role: str, manifest_digest: str = "", *, ranks: int = 1, first_rank: int = 0) -> StatusPage:
+        """Make the pages of a server of ``role``; the calling process must outlive the server's others.
+
+        Args:
+            role: the server's.
+            manifest_digest: of its patch set, as hex text.
+            ranks: how many workers the server has; each gets a page.
+            first_rank: rank of the first one among all workers of its role.
+
+        Returns:
+            The first worker's page.
 
         Raises:
-            StatusPageError: unknown role, a host that isn't little-endian.
+            StatusPageError: unknown role, no ranks, a host that isn't little-endian.
         """
-        if role not in _ROLES:
-            raise StatusPageError(f"status page: role is {role!r}; expected one of {', '.join(_ROLES)}")
+        if role not in ROLES:
+            raise StatusPageError(f"status page: role is {role!r}; expected one of {', '.join(ROLES)}")
+        if ranks < 1 or first_rank < 0:
+            raise StatusPageError(f"status page: found {ranks} ranks from {first_rank}; expected 1 or more, from 0 on")
         if sys.byteorder != "little":
             raise StatusPageError("status page: this host is big-endian; only little-endian hosts are supported")
         fd = os.memfd_create(f"afdpatch-status-{role}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, _SIZE)
+        os.ftruncate(fd, ranks * _SIZE)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        page = cls(fd, os.getpid(), fd)
-        page._words[_Word.VERSION] = LAYOUT_VERSION
-        page._words[_Word.ROLE] = _ROLES.index(role)
-        page._words[_Word.MAGIC] = _MAGIC
-        if manifest_digest:
-            page.set_manifest_digest(manifest_digest)
+        for index in reversed(range(ranks)):
+            page = cls(fd if index == 0 else os.dup(fd), os.getpid(), fd, index)
+            page._words[_Word.VERSION] = LAYOUT_VERSION
+            page._words[_Word.ROLE] = ROLES.index(role)
+            page._words[_Word.RANK] = first_rank + index
+            page._words[_Word.MAGIC] = _MAGIC
+            if manifest_digest:
+                page.set_manifest_digest(manifest_digest)
+            if index:
+                page.close()
         return page
 
     @classmethod
-    def open(cls, path: str) -> StatusPage:
-        """Map the page at ``path``.
+    def open(cls, path: str, index: int = 0) -> StatusPage:
+        """Map the page of the server's worker ``index``.
 
         Raises:
-            StatusPageError: nothing there, no right to it, or not a page of this version.
+            StatusPageError: nothing there, no right to it, not pages of this version, no worker of that index.
         """
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -177,14 +165,21 @@ class StatusPage:
             ) from error
         try:
             size = os.fstat(fd).st_size
-            if size != _SIZE:
-                raise StatusPageError(f"status page: {path}: found {size} bytes, expected {_SIZE}; not a status page")
-            page = cls(fd, os.getpid(), fd)
+            if not size or size % _SIZE:
+                raise StatusPageError(
+                    f"status page: {path}: found {size} bytes, expected a multiple of {_SIZE}; not a status page"
+                )
+            if not 0 <= index < size // _SIZE:
+                raise StatusPageError(
+                    f"status page: {path}: found pages for {size // _SIZE} workers, expected one for worker {index}; "
+                    f"the server was started for fewer workers"
+                )
+            page = cls(fd, os.getpid(), fd, index)
         except BaseException:
             os.close(fd)
             raise
         found = page._words[_Word.MAGIC], page._words[_Word.VERSION], page._words[_Word.ROLE]
-        if found[:2] != (_MAGIC, LAYOUT_VERSION) or found[2] >= len(_ROLES):
+        if found[:2] != (_MAGIC, LAYOUT_VERSION) or found[2] >= len(ROLES):
             page.close()
             raise StatusPageError(
                 f"status page: {path}: found magic {found[0]:#x}, version {found[1]}, role {found[2]}; "
@@ -194,14 +189,15 @@ class StatusPage:
         return page
 
     @classmethod
-    def from_environment(cls) -> StatusPage | None:
-        """The page named by ``AFDPATCH_STATUS_PAGE``; None when the variable isn't set (AFD is off)."""
+    def from_environment(cls, index: int = 0) -> StatusPage | None:
+        """Worker ``index``'s page by ``AFDPATCH_STATUS_PAGE``; None when the variable isn't set (AFD is off)."""
         path = os.environ.get(ENVIRONMENT_KEY)
-        return cls.open(path) if path else None
+        return cls.open(path, index) if path else None
 
     def close(self) -> None:
         """Unmap; the memory goes when the last process has done so."""
         self._words.release()
+        self._bytes.release()
         self._map.close()
         os.close(self._fd)
 
@@ -233,6 +229,24 @@ class StatusPage:
     def count_compute(self, compute_ns: int) -> None:
         """Count one FFN computation of ``compute_ns`` nanoseconds."""
         self._observe(_COMPUTE_TIMES, compute_ns)
+
+    def count_wait(self, wait_ns: int) -> None:
+        """Count ``wait_ns`` nanoseconds in which an FFN server had nothing to do."""
+        self._words[_WAIT] += wait_ns
+
+    def set_queue(self, hops: int) -> None:
+        """How many hops have arrived and wait for their turn."""
+        self._words[_QUEUE] = hops
+
+    @property
+    def peers(self) -> int:
+        """Peers connected now."""
+        return self._words[_Word.PEERS]
+
+    @property
+    def drain_requested(self) -> bool:
+        """Whether the server was asked to drain."""
+        return self._words[_DRAIN_REQUESTED] != 0
 
     def begin_step(self) -> None:
         """A forward of the model begins; the hops until ``end_step`` are its hops."""
@@ -270,20 +284,39 @@ class StatusPage:
         self.set_error(text)
         self._words[_Word.STATE] = int(State.FAILED)
 
-    def count_error(self, text: str) -> None:
-        """Count an error that the server survives, and keep its text."""
-        self._words[_Word.ERRORS] += 1
-        self.set_error(text)
+    def count(self, event: Event, text: str = "", number: int = 1) -> None:
+        """Count an event that the server survives, and keep its text as the last error if there is one.
 
-    def count_refused(self, text: str = "") -> None:
-        """Count a connection that was refused, and keep the reason if there is one."""
-        self._words[_Word.PEERS_REFUSED] += 1
+        Any thread of the worker may call it.
+        """
+        with self._event_lock:
+            self._words[_Word.EVENTS + event.index] += number
         if text:
             self.set_error(text)
+
+    def set_peer_state(self, state: PeerState) -> None:
+        """How this attention rank stands with its FFN servers."""
+        self._words[_Word.PEER_STATE] = int(state)
 
     def set_peers(self, count: int) -> None:
         """How many peers are connected now."""
         self._words[_Word.PEERS] = count
+
+    def name_peers(self, peers: Sequence[Peer]) -> None:
+        """Name the connected peers; of more than ``MAX_PEERS`` the first ones."""
+        words, at = self._words, _PEERS_AT // 8
+        for number, peer in enumerate(peers[:MAX_PEERS]):
+            words[at + 2 * number] = peer.rank << 32 | peer.pid
+            words[at + 2 * number + 1] = peer.heard_ns
+        words[_Word.PEERS_NAMED] = min(len(peers), MAX_PEERS)
+
+    def set_draining(self, draining: bool) -> None:
+        """Whether this FFN server turns its peers away."""
+        self._words[_Word.DRAINING] = int(draining)
+
+    def request_drain(self, wanted: bool) -> None:
+        """Ask this page's worker to drain, or to take peers again; any process of the server may."""
+        self._words[_DRAIN_REQUESTED] = int(wanted)
 
     def count_step(self) -> None:
         """Count a step without timing it (the FFN side sees only its hops)."""
@@ -309,7 +342,7 @@ class StatusPage:
             writes = self._words[at // 8] + 1
             slot = _slot(at, writes, limit)
             self._words[slot // 8] = len(data)
-            self._map[slot + 8 : slot + 8 + len(data)] = data
+            self._bytes[slot + 8 : slot + 8 + len(data)] = data
             self._words[at // 8] = writes
 
     def _read_text(self, at: int, limit: int) -> str:
@@ -317,7 +350,7 @@ class StatusPage:
         for _ in range(1000):
             writes = self._words[at // 8]
             slot = _slot(at, writes, limit)
-            data = self._map[slot + 8 : slot + 8 + min(self._words[slot // 8], limit)]
+            data = bytes(self._bytes[slot + 8 : slot + 8 + min(self._words[slot // 8], limit)])
             if self._words[at // 8] == writes:
                 break
         return data.decode("utf-8", "ignore")
@@ -326,11 +359,20 @@ class StatusPage:
         counts = tuple(self._words[base + 1 : base + 2 + len(BUCKETS_NS)])
         return Histogram(tuple(bound / 1e9 for bound in BUCKETS_NS), counts, self._words[base] / 1e9)
 
+    def _read_peers(self) -> tuple[Peer, ...]:
+        at = _PEERS_AT // 8
+        named = min(self._words[_Word.PEERS_NAMED], MAX_PEERS)
+        pairs = (self._words[at + 2 * number : at + 2 * number + 2] for number in range(named))
+        return tuple(Peer(who >> 32, who & 0xFFFFFFFF, heard_ns) for who, heard_ns in pairs)
+
     def snapshot(self) -> Snapshot:
         """Read everything."""
         words = self._words
+        role = ROLES[words[_Word.ROLE]]
+        hop_times = self._read_times(_HOP_TIMES)
         return Snapshot(
-            role=_ROLES[words[_Word.ROLE]],
+            role=role,
+            rank=words[_Word.RANK],
             state=State(min(words[_Word.STATE], State.STOPPED)),
             worker_pid=words[_Word.WORKER_PID],
             heartbeat_ns=words[_HEARTBEAT],
@@ -338,18 +380,56 @@ class StatusPage:
             rows=words[_ROWS],
             bytes_a2f=words[_A2F],
             bytes_f2a=words[_F2A],
-            errors=words[_Word.ERRORS],
             steps=words[_Word.STEPS],
             last_step_hops=words[_Word.LAST_STEP_HOPS],
             last_step_bytes=words[_Word.LAST_STEP_BYTES],
             peers=words[_Word.PEERS],
-            peers_refused=words[_Word.PEERS_REFUSED],
+            peer_state=PeerState(min(words[_Word.PEER_STATE], PeerState.GIVEN_UP)),
+            peers_named=self._read_peers(),
+            queue=words[_QUEUE],
+            wait_s=hop_times.sum_s if role == "attention" else words[_WAIT] / 1e9,
+            draining=words[_Word.DRAINING] != 0,
+            drain_requested=self.drain_requested,
+            events={event: words[_Word.EVENTS + event.index] for event in Event},
             weight_bytes=words[_Word.WEIGHT_BYTES],
             weights_read=words[_Word.WEIGHTS_READ],
             weights_skipped=words[_Word.WEIGHTS_SKIPPED],
             manifest_digest=self._read_text(_DIGEST_AT, MAX_DIGEST_BYTES),
             last_error=self._read_text(_ERROR_AT, MAX_ERROR_BYTES),
-            hop_times=self._read_times(_HOP_TIMES),
+            hop_times=hop_times,
             compute_times=self._read_times(_COMPUTE_TIMES),
             step_times=self._read_times(_STEP_TIMES),
         )
+
+
+class StatusPages:
+    """All pages of a server, for those who read them.
+
+    Args:
+        path: of any page of the server.
+    """
+
+    def __init__(self, path: str) -> None:
+        first = StatusPage.open(path)
+        workers = os.fstat(first._fd).st_size // _SIZE
+        self.pages = (first, *(StatusPage.open(path, index) for index in range(1, workers)))
+
+    @classmethod
+    def from_environment(cls) -> StatusPages | None:
+        """The pages named by ``AFDPATCH_STATUS_PAGE``; None when the variable isn't set (AFD is off)."""
+        path = os.environ.get(ENVIRONMENT_KEY)
+        return cls(path) if path else None
+
+    def snapshots(self) -> list[Snapshot]:
+        """Read everything, ordered by rank."""
+        return [page.snapshot() for page in self.pages]
+
+    def request_drain(self, wanted: bool) -> None:
+        """Ask every worker to drain, or to take peers again."""
+        for page in self.pages:
+            page.request_drain(wanted)
+
+    def close(self) -> None:
+        """Unmap all."""
+        for page in self.pages:
+            page.close()

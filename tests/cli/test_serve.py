@@ -116,7 +116,13 @@ REFUSED = [
     (["M", "--afd-port", "70000"], "AFD configuration: port: found 70000"),
     (["M", "--afd-config", '{"conector": "shm"}'], "did you mean 'connector'?"),
     (["M", "--afd-config", '{"connector": "CAMP2pAFDConnector"}'], "needs an Ascend NPU"),
-    (["M", "--additional-config", '{"afd": {"num_ffn_ranks": 2}}'], "num_ffn_ranks: found 2"),
+    (["M", "--rank", "1"], "rank: found 1"),
+    (["M", "--ffn-ranks", "3", "--ffn-tp", "2"], "ffn_tp: found 2 with num_ffn_ranks 3"),
+    (["M", "--connector", "tcp", "--afd-host", "10.0.0.1"], "secret_file: found none with connector 'tcp'"),
+    (
+        ["M", "--ffn-tp", "2", "--afd-config", '{"connector_extra_config": {"ffn_tp": 1}}'],
+        "key 'ffn_tp' is 1 there and 2",
+    ),
 ]
 
 
@@ -209,3 +215,27 @@ def test_settings_of_the_user_are_left_alone_and_nothing_is_said(
     assert os.environ[topology.BIND] == "7"
     assert capsys.readouterr().err == ""
     assert json.loads(vllm_words[0][-1]) == {"afd": {"role": "ffn"}}
+
+
+def test_the_options_become_the_configuration_beside_the_users_own_keys(vllm_words: list[list[str]]) -> None:
+    words = ["serve", "--role", "attention", "M", "--rank", "2", "--attention-ranks", "4", "--ffn-ranks", "2"]
+    words += ["--ffn-tp", "1", "--connector", "tcp", "--secret-file", "/s", "--ffn-addresses", "a:1,b:2"]
+    assert main([*words, "--afd-config", '{"connector_extra_config": {"merge": false}}']) == 0
+    assert json.loads(vllm_words[0][-1])["afd"] == {
+        "role": "attention",
+        "connector": "tcp",
+        "rank": 2,
+        "num_attention_ranks": 4,
+        "num_ffn_ranks": 2,
+        "connector_extra_config": {
+            "ffn_tp": 1,
+            "ffn_addresses": ["a:1", "b:2"],
+            "secret_file": "/s",
+            "merge": False,
+        },
+    }
+
+
+def test_each_worker_of_a_server_has_cores_of_its_own(vllm_words: list[list[str]]) -> None:
+    assert main(["serve", "--role", "ffn", "M", "--tensor-parallel-size", "2"]) == 0
+    assert os.environ[topology.BIND] == "4|5"

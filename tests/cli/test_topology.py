@@ -19,7 +19,8 @@ def test_cores_are_split_into_contiguous_fair_blocks(cores: set[int], parts: int
         assert [core for block in blocks for core in block] == sorted(cores)
         assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
     else:
-        assert all(block == sorted(cores) for block in blocks)
+        assert [block[0] for block in blocks[: len(cores)]] == sorted(cores)
+        assert all(len(block) == 1 for block in blocks)
 
 
 @given(st.sets(st.integers(0, 300), min_size=1, max_size=100))
@@ -105,6 +106,45 @@ def test_a_pair_shares_its_options_and_its_meeting_point(tmp_path: Path) -> None
         assert words[words.index("M") + 1] == "--enforce-eager"
         assert server.log.path == tmp_path / f"{role}.log"
     assert "--seed" in ffn.command and "--seed" not in attention.command
+
+
+def words_after(command: list[str], *names: str) -> dict[str, str]:
+    return {name: command[command.index(name) + 1] for name in names if name in command}
+
+
+def test_servers_of_a_shape_have_ranks_names_and_cores_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(topology.BIND, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(topology, "physical_cores", list)
+    shape = topology.Shape(attention=2, ffn=2, attention_dp=2, ffn_tp=2)
+    ports = topology.choose_ports(shape, 9000, 9100, look=False)
+    assert ports == [9000, 9001, 9100, 9101]
+    servers = topology.afd_servers(["M"], tmp_path, shape, topology.Meeting(1300), ports)
+    assert [server.name for server in servers] == ["attention0", "attention1", "ffn0", "ffn1"]
+    assert [server.env[topology.BIND] for server in servers] == ["0|1", "2|3", "4|5", "6|7"]
+    names = ("--rank", "--attention-ranks", "--ffn-ranks", "--ffn-tp", "--tensor-parallel-size", "--data-parallel-size")
+    found = [words_after(server.command, *names) for server in servers]
+    counts = {"--attention-ranks": "4", "--ffn-ranks": "4", "--ffn-tp": "2"}
+    assert found == [
+        {"--rank": "0", **counts, "--data-parallel-size": "2"},
+        {"--rank": "2", **counts, "--data-parallel-size": "2"},
+        {"--rank": "0", **counts, "--tensor-parallel-size": "2"},
+        {"--rank": "2", **counts, "--tensor-parallel-size": "2"},
+    ]
+
+
+def test_ports_that_are_taken_are_passed_over_and_those_that_were_given_are_not() -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        shape = topology.Shape(attention=2)
+        ports = topology.choose_ports(shape, port, None)
+        assert ports[0] == port and len(set(ports)) == 3
+        if port > 1024:
+            assert port not in topology.choose_ports(shape, port - 1, None)[1:]
 
 
 def test_the_log_reader_follows_stage_and_first_error_across_half_lines(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -21,16 +22,14 @@ from .conftest import Fake, alive, wait_until
 DRIVER = """
 import sys
 from pathlib import Path
-from afdpatch.cli import main, topology
-from afdpatch.cli.servers import Server
-real = topology.afd_pair
-def afd_pair(*args, **kwargs):
-    pair = real(*args, **kwargs)
-    for server, folder in zip(pair, sys.argv[1:3]):
+from afdpatch.cli import main, report
+real = report.bring_up
+def bring_up(servers, *args, **kwargs):
+    for server, folder in zip(servers, sys.argv[1:3]):
         server.command = [sys.executable, sys.argv[3], folder, str(server.port)]
         server.grace = 0.3
-    return pair
-topology.afd_pair = afd_pair
+    return real(servers, *args, **kwargs)
+report.bring_up = bring_up
 sys.exit(main(["up", "MODEL", *sys.argv[4:]]))
 """
 
@@ -142,8 +141,14 @@ def test_warnings_of_the_logs_are_passed_on_and_each_server_has_its_binding(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["MODEL", "--attention", "2"], "--attention 2: not supported yet"),
-        (["MODEL", "--ffn", "0"], "--ffn 0: not supported yet"),
+        (["MODEL", "--attention", "-1"], "--attention -1: expected at least 1"),
+        (["MODEL", "--ffn-tp", "0"], "--ffn-tp 0: expected at least 1"),
+        (["MODEL", "--attention", "2", "--port", "9000", "--ffn-port", "9001"], "--ffn-port 9001: an attention server"),
+        (["MODEL", "--tensor-parallel-size", "2"], "give --attention-tp and --ffn-tp"),
+        (["MODEL", "--data-parallel-size=2"], "give --attention-dp"),
+        (["MODEL", "--hosts", "a,b"], "--hosts: up starts servers on this machine only; add --dry-run"),
+        (["MODEL", "--dry-run", "--ffn", "2", "--hosts", "a,b"], "--hosts: found 2 for 3 servers"),
+        (["MODEL", "--dry-run", "--hosts", "10.0.0.1,10.0.0.2"], "secret_file: found none with connector 'tcp'"),
         ([], "expected the model as the first argument"),
         (["--enforce-eager", "MODEL"], "expected the model as the first argument"),
         (["MODEL", "--port", "70000"], "--port 70000: expected 1 to 65535"),
@@ -159,6 +164,20 @@ def test_warnings_of_the_logs_are_passed_on_and_each_server_has_its_binding(
 def test_wrong_usage_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_commands_that_serve_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = ["--hosts", "10.0.0.1,10.0.0.2,10.0.0.2", "--secret-file", "/s"]
+    assert main(["up", "MODEL", "--ffn", "2", "--dry-run", *hosts]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0::2] == ["# on 10.0.0.1: attention", "# on 10.0.0.2: ffn0", "# on 10.0.0.2: ffn1"]
+    for rank, line in enumerate(lines[1::2], -1):
+        words = [word for word in shlex.split(line) if not word.startswith("VLLM_")]
+        assert words[:2] == ["afdpatch", "serve"]
+        assert words[words.index("--ffn-addresses") + 1] == "10.0.0.2:1239,10.0.0.2:1240"
+        assert words[words.index("--rank") + 1] == str(max(rank, 0))
+    assert main(["up", "MODEL", "--dry-run"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 @pytest.mark.parametrize("option", ["--port", "--ffn-port"])
@@ -230,7 +249,7 @@ def test_where_the_logs_go_is_said_once_and_a_killed_server_by_its_signal(
     for fake in fakes:
         fake.say("ready")
     with up(tmp_path, fakes, "--port", str(free_port())) as running:
-        wait_until(lambda: "Ctrl-C ends both" in running.out.read_text())
+        wait_until(lambda: "Ctrl-C ends them" in running.out.read_text())
         os.kill(fakes[1].pids()[0], signal.SIGKILL)
         assert running.process.wait(60) == 1
     out = running.out.read_text()

@@ -11,7 +11,7 @@ import afdpatch
 from afdpatch.patches.attest import PROCESSES, Attested
 from afdpatch.patches.http import AfdMiddleware
 from afdpatch.registry.attest import Roll
-from afdpatch.runtime.status import State, StatusPage
+from afdpatch.runtime.status import State, StatusPage, StatusPages
 
 
 class FakeSet:
@@ -54,7 +54,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Any:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"null"})
 
-    return AfdMiddleware(app, page, Attested(roll)), roll, fake
+    return AfdMiddleware(app, StatusPages(page.path), Attested(roll)), roll, fake
 
 
 def get(middleware: AfdMiddleware, path: str) -> tuple[int, Any]:
@@ -65,7 +65,7 @@ def get(middleware: AfdMiddleware, path: str) -> tuple[int, Any]:
         sent.append(message)
 
     scope = {"type": "http", "method": "GET", "path": path, "headers": []}
-    middleware.page.beat()
+    middleware.pages.pages[0].beat()
     asyncio.run(middleware(scope, None, send))  # type: ignore[arg-type]
     return sent[0]["status"], json.loads(sent[1]["body"])
 

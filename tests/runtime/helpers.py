@@ -1,4 +1,4 @@
-"""What the runtime's tests share: greetings, conditions with deadlines, and an FFN server in a process of its own."""
+"""What the runtime's tests share: greetings, conditions with deadlines, and FFN servers in processes of their own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +16,9 @@ from typing import Any
 
 import torch
 
+from afdpatch.runtime.connectors.base import AttentionConnector, FfnConnector, Unreachable
 from afdpatch.runtime.connectors.shm import ShmAttentionConnector, ShmFfnConnector
+from afdpatch.runtime.connectors.tcp import TcpAttentionConnector, TcpFfnConnector
 from afdpatch.runtime.ffn_loop import FfnLoop
 from afdpatch.runtime.protocol import Greeting
 from afdpatch.runtime.status import StatusPage
@@ -25,10 +29,26 @@ FAILING_LAYER = 1
 HANGING_LAYER = 2
 WRONG_SHAPE_LAYER = 3
 
+Address = str | tuple[str, int]
 
-def new_address() -> str:
-    """An address that no other test uses."""
-    return f"\0afdpatch-test/{os.getpid()}/{next(_numbers)}"
+
+def new_address(transport: str = "shm") -> Any:
+    """An address that no other test uses: a name for shm, host and port for tcp."""
+    if transport == "shm":
+        return f"\0afdpatch-test/{os.getpid()}/{next(_numbers)}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[:2]
+
+
+def ffn_connector(address: Address, **options: Any) -> FfnConnector:
+    """The FFN side of an address, which says the transport."""
+    return ShmFfnConnector(address, **options) if isinstance(address, str) else TcpFfnConnector(*address, **options)
+
+
+def attention_connector(address: Address, **options: Any) -> AttentionConnector:
+    """The attention side of an address, which says the transport."""
+    kind = ShmAttentionConnector if isinstance(address, str) else TcpAttentionConnector
+    return kind(*([address] if isinstance(address, str) else address), **options)
 
 
 def greeting(role: str, **changes: Any) -> Greeting:
@@ -72,26 +92,42 @@ def compute(layer: int, hidden: torch.Tensor) -> torch.Tensor:
     return hidden * 2 + layer
 
 
-def _serve(address: str, page_path: str, changes: dict[str, Any], serve: bool) -> None:
+def _serve(
+    address: Address, page_path: str, changes: dict[str, Any], serve: bool, options: dict[str, Any], function: Any
+) -> None:
     page = StatusPage.open(page_path)
     page.set_worker()
-    connector = ShmFfnConnector(address, page=page, greeting_timeout_s=0.5)
-    loop = FfnLoop(connector, compute, page, greeting("ffn", **changes), wrap=torch.inference_mode)
+    connector = ffn_connector(address, page=page, **{"greeting_timeout_s": 0.5, **options})
+    loop = FfnLoop(connector, function, page, greeting("ffn", **changes), wrap=torch.inference_mode)
     loop.start()
+    signal.signal(signal.SIGUSR1, lambda *_: loop.serve())
     if serve:
         loop.serve()
-    threading.Event().wait(600)
+    while True:
+        threading.Event().wait(600)
 
 
 @contextlib.contextmanager
 def ffn_process(
-    address: str, page: StatusPage, *, serve: bool = True, wait: bool = True, **changes: Any
+    address: Address,
+    page: StatusPage,
+    *,
+    serve: bool = True,
+    wait: bool = True,
+    options: dict[str, Any] | None = None,
+    function: Callable[[int, torch.Tensor], torch.Tensor] = compute,
+    **changes: Any,
 ) -> Iterator[BaseProcess]:
-    """An FFN server in a process of its own; killed at the end."""
+    """An FFN server in a process of its own; killed at the end. SIGUSR1 lets it serve.
+
+    ``options`` are the connector's, ``changes`` the greeting's.
+    """
     # A fresh interpreter that has torch already: a spawn for each test would take seconds.
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["torch", __name__])
-    process = server.Process(target=_serve, args=(address, page.path, changes, serve), daemon=True)
+    process = server.Process(
+        target=_serve, args=(address, page.path, changes, serve, options or {}, function), daemon=True
+    )
     process.start()
     try:
         if wait:
@@ -102,13 +138,60 @@ def ffn_process(
         process.join()
 
 
+class Sender:
+    """A connected attention side that numbers its hops."""
+
+    def __init__(self, connector: AttentionConnector, hop_timeout_s: float) -> None:
+        self.connector = connector
+        self.hop_timeout_s = hop_timeout_s
+        self.sequence = 0
+        self.step = 0
+        self._lock = threading.Lock()
+
+    def hop(self, hidden: torch.Tensor, layer: int, micro_batch: int = 0) -> torch.Tensor:
+        with self._lock:  # numbers must go out in their order
+            self.sequence += 1
+            return self.connector.hop(
+                hidden,
+                layer,
+                micro_batch,
+                sequence=self.sequence,
+                step=self.step,
+                deadline_s=time.monotonic() + self.hop_timeout_s,
+            )
+
+    def wait_ready(self, deadline_s: float) -> None:
+        self.connector.wait_ready(deadline_s)
+
+    def peer_alive(self) -> bool:
+        return self.connector.peer_alive()
+
+    def close(self) -> None:
+        self.connector.close()
+
+
 @contextlib.contextmanager
-def connected(address: str, *, timeout_s: float = 30.0, **options: Any) -> Iterator[ShmAttentionConnector]:
-    """A connected attention side."""
+def connected(
+    address: Address, *, timeout_s: float = 30.0, hop_timeout_s: float = 60.0, **options: Any
+) -> Iterator[Sender]:
+    """A connected attention side; waits for a server that isn't there yet. ``greeting`` has the greeting's changes."""
     changes = options.pop("greeting", {})
-    connector = ShmAttentionConnector(address, **{"connect_timeout_s": timeout_s, **options})
+    end = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while True:
+        connector = attention_connector(address, **options)
+        try:
+            connector.connect(greeting("attention", **changes), end)
+            break
+        except Unreachable:
+            connector.close()
+            if time.monotonic() >= end:
+                raise
+            pause.wait(0.01)
+        except BaseException:
+            connector.close()
+            raise
     try:
-        connector.connect(greeting("attention", **changes))
-        yield connector
+        yield Sender(connector, hop_timeout_s)
     finally:
         connector.close()

@@ -21,6 +21,8 @@ def test_defaults_are_afd_plugins_but_for_the_connector():
     assert (config.async_dp, config.compute_gate_on_attention) == (False, False)
     assert (config.connector, config.transport) == ("shm", "shm")
     assert (config.connect_timeout_s, config.hop_timeout_s) == (600, 60)
+    assert (config.recovery_timeout_s, config.peer_timeout_s, config.merge) == (120, 30, True)
+    assert (config.rank, config.ffn_tp, config.secret_file, config.ffn_addresses) == (0, 1, None, ())
 
 
 @pytest.mark.parametrize(
@@ -72,10 +74,12 @@ def test_a_port_may_be_a_numeric_string():
         ({"num_attention_ranks": 0}, "num_attention_ranks", "at least 1"),
         ({"num_attention_ranks": True}, "num_attention_ranks", "at least 1"),
         ({"num_ffn_ranks": "1"}, "num_ffn_ranks", "at least 1"),
-        ({"num_ffn_ranks": 2}, "num_ffn_ranks", "at most num_attention_ranks"),
+        ({"rank": 1}, "rank", "0 to 0, as num_attention_ranks is 1"),
+        ({"rank": 2, "role": "ffn", "num_ffn_ranks": 2}, "rank", "0 to 1, as num_ffn_ranks is 2"),
+        ({"rank": True}, "rank", "0 to 0"),
         ({"async_dp": 2}, "async_dp", "true or false"),
         ({"compute_gate_on_attention": "maybe"}, "compute_gate_on_attention", "true or false"),
-        ({"connector": "tcp"}, "connector", "shm, P2pNcclAFDConnector, GpuAsyncAFDConnector"),
+        ({"connector": "gloo"}, "connector", "shm, tcp, P2pNcclAFDConnector, GpuAsyncAFDConnector"),
         ({"connector_extra_config": None}, "connector_extra_config", "a mapping"),
         ({"connector_extra_config": {"spin": 1}}, "connector_extra_config.'spin'", "did you mean 'spin_us'"),
         ({"connector_extra_config": {"core_num": 8}}, "connector_extra_config.'core_num'", "allowed"),
@@ -88,6 +92,36 @@ def test_a_port_may_be_a_numeric_string():
             "above 0",
         ),
         ({"connector_extra_config": {"connect_timeout_s": 0}}, "connector_extra_config.connect_timeout_s", "above 0"),
+        ({"connector_extra_config": {"recovery_timeout_s": 300}}, "recovery_timeout_s", "below 300"),
+        ({"connector_extra_config": {"recovery_timeout_s": 20}}, "20 with hop_timeout_s 60", "at least hop_timeout_s"),
+        ({"connector_extra_config": {"hop_timeout_s": 130}}, "120 with hop_timeout_s 130", "set both"),
+        ({"connector_extra_config": {"peer_timeout_s": 1}}, "peer_timeout_s", "at least 2 s"),
+        ({"connector_extra_config": {"merge": 2}}, "connector_extra_config.merge", "true or false"),
+        ({"connector_extra_config": {"ffn_tp": 0}}, "connector_extra_config.ffn_tp", "at least 1"),
+        ({"connector_extra_config": {"ffn_tp": 2}, "num_ffn_ranks": 3}, "ffn_tp", "a divisor of num_ffn_ranks"),
+        ({"connector_extra_config": {"secret_file": 1}}, "connector_extra_config.secret_file", "path of a file"),
+        ({"connector_extra_config": {"ffn_addresses": ["a:1"]}}, "ffn_addresses", "only connector 'tcp'"),
+        ({"connector_extra_config": {"ffn_addresses": "a:1"}, "connector": "tcp"}, "ffn_addresses", "a list"),
+        ({"connector_extra_config": {"ffn_addresses": ["a"]}, "connector": "tcp"}, "ffn_addresses", "host:port"),
+        ({"connector_extra_config": {"ffn_addresses": ["a:0"]}, "connector": "tcp"}, "ffn_addresses", "host:port"),
+        ({"connector_extra_config": {"ffn_addresses": ["::1:8"]}, "connector": "tcp"}, "ffn_addresses", "brackets"),
+        (
+            {"connector_extra_config": {"ffn_addresses": ["a:1", "a:1"]}, "connector": "tcp", "num_ffn_ranks": 2},
+            "ffn_addresses",
+            "each address once",
+        ),
+        (
+            {"connector_extra_config": {"ffn_addresses": ["localhost:1"]}, "connector": "tcp", "num_ffn_ranks": 2},
+            "1 addresses for 2 FFN servers",
+            "one for each",
+        ),
+        ({"connector": "tcp", "port": 65535, "num_ffn_ranks": 2}, "65535 for 2 FFN servers", "at most 65534"),
+        ({"connector": "tcp", "host": "10.0.0.1"}, "'10.0.0.1', which isn't a loopback", "16 to 4096 random bytes"),
+        (
+            {"connector": "tcp", "connector_extra_config": {"ffn_addresses": ["[fe80::1]:7"]}},
+            "'fe80::1', which isn't a loopback",
+            "16 to 4096",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_in_one_line(keys, names, allows):
@@ -112,7 +146,7 @@ def test_afd_plugins_gpu_connectors_run_over_shared_memory_and_their_keys_are_no
 
 
 def test_the_hop_deadline_follows_a_shorter_rpc_deadline():
-    keys = {"connector_extra_config": {"hop_timeout_s": 30}}
+    keys = {"connector_extra_config": {"hop_timeout_s": 30, "recovery_timeout_s": 30}}
     assert AfdConfig.parse(keys).hop_timeout_s == 30
     with pytest.raises(ConfigError, match="below 20"):
         AfdConfig.parse(keys, rpc_deadline_s=20)
@@ -127,14 +161,44 @@ def test_a_configuration_survives_json_and_is_frozen():
         config.port = 1
 
 
-@given(st.integers(1, 40), st.integers(1, 40))
-def test_ffn_ranks_serve_consecutive_blocks_of_nearly_equal_size(attention, ffn):
-    if ffn > attention:
-        return
-    config = parse(num_attention_ranks=attention, num_ffn_ranks=ffn)
-    blocks = [config.attention_ranks_of(rank) for rank in range(ffn)]
-    assert [rank for block in blocks for rank in block] == list(range(attention))
-    assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
+@pytest.mark.parametrize("keys", [
+    {"host": "10.0.0.1", "connector_extra_config": {"secret_file": "/s"}},
+    {"host": "10.0.0.1", "num_ffn_ranks": 2, "connector_extra_config": {"ffn_addresses": ["localhost:7", "[::1]:8"]}},
+])
+def test_a_tcp_configuration_survives_json(keys):
+    config = parse(connector="tcp", **keys)
+    assert AfdConfig.parse(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_a_tcp_server_listens_at_its_own_address_or_at_port_and_number():
+    config = parse(connector="tcp", num_ffn_ranks=4, connector_extra_config={"ffn_tp": 2})
+    assert [config.ffn_address(rank) for rank in config.ffn_servers] == [("127.0.0.1", 1239), ("127.0.0.1", 1240)]
+    with pytest.raises(ConfigError, match="allowed: 0, 2"):
+        config.ffn_address(1)
+    addresses = ["[::1]:7", "localhost:8"]
+    config = parse(connector="tcp", num_ffn_ranks=2, connector_extra_config={"ffn_addresses": addresses})
+    assert [config.ffn_address(rank) for rank in config.ffn_servers] == [("::1", 7), ("localhost", 8)]
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 3))
+def test_ranks_and_servers_meet_in_consecutive_blocks_of_nearly_equal_size(attention, servers, ffn_tp):
+    config = parse(
+        num_attention_ranks=attention, num_ffn_ranks=servers * ffn_tp, connector_extra_config={"ffn_tp": ffn_tp}
+    )
+    own = [config.ffn_ranks_of(rank) for rank in range(attention)]
+    assert len(config.ffn_servers) == servers and {rank for block in own for rank in block} == set(config.ffn_servers)
+    if attention >= servers:
+        sizes = [sum(block == (server,) for block in own) for server in config.ffn_servers]
+        assert sum(sizes) == attention and own == sorted(own)
+    else:
+        sizes = [len(block) for block in own]
+        assert [rank for block in own for rank in block] == list(config.ffn_servers)
+    assert max(sizes) - min(sizes) <= 1
+    for rank in range(attention):
+        others = config.fallbacks_of(rank)
+        assert sorted((*own[rank], *others)) == list(config.ffn_servers)
+        distances = [min(abs(other - home) for home in own[rank]) for other in others]
+        assert distances == sorted(distances)
 
 
 @given(

@@ -9,11 +9,14 @@ import time
 import pytest
 import torch
 
+from afdpatch.runtime.config import AfdConfig
 from afdpatch.runtime.connectors.base import AddressInUse, PeerLost
-from afdpatch.runtime.connectors.shm import ShmFfnConnector
+from afdpatch.runtime.connectors.shm import ShmFfnConnector, address_of
+from afdpatch.runtime.events import Event
 from afdpatch.runtime.ffn_loop import FfnLoop
 from afdpatch.runtime.metrics import health
 from afdpatch.runtime.peer_watch import PeerWatch
+from afdpatch.runtime.route import Route
 from afdpatch.runtime.status import State, StatusPage
 
 from .helpers import HANGING_LAYER, HIDDEN, compute, connected, ffn_process, greeting, new_address, until
@@ -106,7 +109,7 @@ def test_events_without_a_hop_dont_keep_receive_beyond_its_time(address):
 
     connector = Flooded(address)
     connector.listen(greeting("ffn"))
-    assert connector.receive(0.05) is None
+    assert connector.receive(0.05) == []
     connector.close()
 
 
@@ -135,7 +138,7 @@ def test_the_heart_beats_under_a_flood_of_strangers(address, page):
 def test_a_computation_that_hangs_stops_the_heart_and_the_server_is_not_healthy(address, page):
     page.set_state(State.READY)
     with ffn_process(address, page), connected(address, hop_timeout_s=200) as attention:
-        assert health(page.snapshot(), time.monotonic())[0]
+        assert health([page.snapshot()], time.monotonic())[0]
 
         def hop():
             with pytest.raises(PeerLost):
@@ -143,8 +146,8 @@ def test_a_computation_that_hangs_stops_the_heart_and_the_server_is_not_healthy(
 
         thread = threading.Thread(target=hop)
         thread.start()
-        until(lambda: not health(page.snapshot(), time.monotonic(), 1.5)[0], "not healthy any more")
-        assert "no sign of life" in health(page.snapshot(), time.monotonic(), 1.5)[1]
+        until(lambda: not health([page.snapshot()], time.monotonic(), 1.5)[0], "not healthy any more")
+        assert "no sign of life" in health([page.snapshot()], time.monotonic(), 1.5)[1]
         attention.close()
         thread.join(10)
 
@@ -152,10 +155,9 @@ def test_a_computation_that_hangs_stops_the_heart_and_the_server_is_not_healthy(
 def test_an_error_in_the_loop_itself_fails_the_page_and_is_told(address, page):
     class Broken(ShmFfnConnector):
         def receive(self, timeout_s):
-            hop = super().receive(timeout_s)
-            if hop is not None:
+            if super().receive(timeout_s):
                 raise RuntimeError("the floor is gone")
-            return None
+            return []
 
     deaths = []
     loop = FfnLoop(Broken(address, page=page), compute, page, greeting("ffn"), on_death=deaths.append)
@@ -234,16 +236,23 @@ def test_a_loop_starts_once(address, page):
         loop.start()
 
 
-def test_an_idle_attention_server_learns_that_its_peer_has_gone(address, page):
+def test_an_idle_attention_server_learns_that_its_peer_has_gone(page):
+    name = new_address().strip("\0")
+    config = AfdConfig.parse({"host": name, "connector_extra_config": {"connect_timeout_s": 60.0}})
     ours = StatusPage.create("attention")
-    lost = threading.Event()
     ours.set_state(State.READY)
-    with ffn_process(address, page) as process, connected(address, page=ours) as attention:
-        watch = PeerWatch(attention, ours, period_s=0.05, on_lost=lost.set)
-        watch.start()
-        until(lambda: health(ours.snapshot(), time.monotonic())[0], "healthy")
-        process.kill()
-        assert lost.wait(10)
-        fine, why = health(ours.snapshot(), time.monotonic())
-        assert not fine and "the FFN server has gone" in why
+    counts = {"num_attention_ranks": 1, "num_ffn_ranks": 1}
+    route = Route(config, 0, ours)
+    watch = PeerWatch(route, ours, period_s=0.05)
+    try:
+        with ffn_process(address_of(config.host, config.port, 0), page, **counts) as process:
+            route.connect(greeting("attention", **counts))
+            watch.start()
+            until(lambda: health([ours.snapshot()], time.monotonic())[0], "healthy")
+            process.kill()
+            until(lambda: not health([ours.snapshot()], time.monotonic())[0], "not healthy any more")
+            assert "FFN server is lost, hops wait" in health([ours.snapshot()], time.monotonic())[1]
+            assert ours.snapshot().events[Event.PEER_LOST] == 1 and ours.snapshot().peers == 0
+    finally:
         assert watch.stop()
+        route.close()

@@ -36,7 +36,7 @@ GOOD = Header(Kind.HOP, 3, 9, 4, 1, 1, 5, HIDDEN, 2 * 8192, 5 * HIDDEN * 4)
 def test_a_header_is_64_bytes_and_its_layout_stays():
     assert HEADER_BYTES == HEADER.size == 64
     assert GOOD.pack() == bytes.fromhex(
-        "414644680100010309000000000000000400000000000000010000000100000005000000400000000040000000000000"
+        "414644680200010309000000000000000400000000000000010000000100000005000000400000000040000000000000"
         "00050000000000000000000000000000"
     )
 
@@ -48,7 +48,7 @@ def test_a_header_survives_the_way(header):
 
 @given(st.binary(max_size=200))
 def test_random_bytes_are_a_protocol_error_or_a_header(data):
-    for candidate in (data, b"AFDh" + data, b"AFDh\x01\x00" + data):
+    for candidate in (data, b"AFDh" + data, b"AFDh\x02\x00" + data):
         try:
             HopLimits(greeting("attention")).check(Header.unpack(candidate))
         except ProtocolError as error:
@@ -93,9 +93,9 @@ def test_a_field_out_of_its_limits_is_named(field, change):
     [
         ("header length", GOOD.pack()[:63]),
         ("magic", b"XFDh" + GOOD.pack()[4:]),
-        ("version", b"AFDh\x02\x00" + GOOD.pack()[6:]),
-        ("kind", b"AFDh\x01\x00\x00" + GOOD.pack()[7:]),
-        ("kind", b"AFDh\x01\x00\x06" + GOOD.pack()[7:]),
+        ("version", b"AFDh\x01\x00" + GOOD.pack()[6:]),
+        ("kind", b"AFDh\x02\x00\x00" + GOOD.pack()[7:]),
+        ("kind", b"AFDh\x02\x00\x07" + GOOD.pack()[7:]),
     ],
 )
 def test_a_broken_header_is_named(field, message):
@@ -113,7 +113,8 @@ def test_regions_lie_apart():
 
 def test_an_error_text_is_cut_to_its_limit_and_stays_text():
     message = error_message(GOOD, "é" * 5000)
-    assert Header.unpack(message).kind == Kind.ERROR and Header.unpack(message).sequence == 9
+    head = Header.unpack(message)
+    assert (head.kind, head.sequence, head.nbytes) == (Kind.ERROR, 9, len(message) - HEADER_BYTES)
     assert len(message) <= HEADER_BYTES + MAX_ERROR_BYTES
     assert error_text(message) == "é" * 2048
 
@@ -142,6 +143,9 @@ greetings = st.builds(
     num_attention_ranks=st.integers(1, 4096),
     num_ffn_ranks=st.integers(1, 4096),
     state=st.sampled_from(["loading", "serving"]),
+    tensor_parallel=st.integers(1, 4096),
+    graph_mode=st.text(max_size=20),
+    instance=st.text("0123456789abcdef", min_size=16, max_size=64),
 )
 
 
@@ -207,6 +211,8 @@ def test_servers_that_fit_have_no_mismatch():
         ("layers", (0, 1)),
         ("num_attention_ranks", 3),
         ("num_ffn_ranks", 2),
+        ("tensor_parallel", 2),
+        ("graph_mode", "full"),
         ("max_rows", 16),
         ("micro_batches", 1),
     ],
@@ -226,10 +232,18 @@ def test_two_of_one_role_dont_fit():
 
 
 def test_a_refusal_survives_the_way_and_fits_a_message():
-    refusal = Refusal("dtype", (Mismatch("dtype", "float32", "bfloat16"),))
+    refusal = Refusal("dtype", (Mismatch("dtype", "float32", "bfloat16"),), retry=True)
     assert decode_answer(refusal.encode()) == refusal
     long = Refusal("x" * 100_000, (Mismatch("layers", "1," * 9999, "2"),) * 99)
     assert len(long.encode()) <= MAX_GREETING_BYTES
+
+
+def test_a_refusal_of_the_first_protocol_is_read():
+    assert decode_answer(b'{"refused": "no", "mismatches": []}') == Refusal("no")
+
+
+def test_a_process_names_itself_alike_each_time():
+    assert greeting("ffn").instance == greeting("attention").instance
 
 
 def test_a_rank_outside_of_its_role_is_refused():

@@ -4,17 +4,27 @@ import sys
 
 import pytest
 
-from afdpatch.runtime.status import BUCKETS_NS, ENVIRONMENT_KEY, State, StatusPage, StatusPageError
+from afdpatch.runtime.status import (
+    BUCKETS_NS,
+    ENVIRONMENT_KEY,
+    Peer,
+    State,
+    StatusPage,
+    StatusPageError,
+    StatusPages,
+)
 
 from .helpers import until
 
 WRITER = """
 import os, sys
+from afdpatch.runtime.events import Event
 from afdpatch.runtime.status import State, StatusPage
 page = StatusPage.from_environment()
 page.set_worker(); page.set_state(State.READY); page.beat(); page.set_peers(2)
 page.begin_step(); page.count_hop(3, 100, 30_000); page.count_hop(1, 50, 11_000_000_000); page.end_step()
-page.count_compute(9_000); page.count_error("first"); page.count_refused("second"); page.set_weights(10, 4, 6)
+page.count_compute(9_000); page.count(Event.ERROR, "first")
+page.count(Event.REFUSED, "second"); page.set_weights(10, 4, 6)
 page.set_manifest_digest("abcd")
 """
 
@@ -131,3 +141,48 @@ def test_the_page_outlives_its_worker_and_goes_with_its_server():
     page.beat()
     page.close()
     until(lambda: maps() == before, "both mappings are gone")
+
+
+def test_each_worker_has_a_page_of_its_own_in_one_memory(monkeypatch):
+    first = StatusPage.create("attention", "abcd", ranks=3, first_rank=4)
+    monkeypatch.setenv(ENVIRONMENT_KEY, first.path)
+    for index in range(3):
+        page = StatusPage.from_environment(index)
+        page.set_peers(index + 1)
+        page.set_error(f"of worker {index}")
+        page.name_peers([Peer(index, 100 + index, 5)] * (index + 1))
+        page.close()
+    seen = StatusPages.from_environment().snapshots()
+    assert [(page.rank, page.peers, page.last_error, page.manifest_digest) for page in seen] == [
+        (4, 1, "of worker 0", "abcd"),
+        (5, 2, "of worker 1", "abcd"),
+        (6, 3, "of worker 2", "abcd"),
+    ]
+    assert seen[2].peers_named == (Peer(2, 102, 5),) * 3
+    with pytest.raises(StatusPageError, match="found pages for 3 workers, expected one for worker 3"):
+        StatusPage.from_environment(3)
+
+
+def test_a_page_names_64_peers_at_most():
+    page = StatusPage.create("ffn", ranks=2)
+    page.set_error("x" * 1024)
+    page.set_error("y" * 1024)
+    peers = [Peer(rank, 2**22 + rank, rank) for rank in range(65)]
+    page.name_peers(peers)
+    assert page.snapshot().peers_named == tuple(peers[:64]) and page.snapshot().last_error == "y" * 1024
+    assert StatusPage.open(page.path, 1).snapshot().peers_named == ()
+    page.name_peers([])
+    assert page.snapshot().peers_named == ()
+
+
+def test_a_wish_to_drain_goes_to_every_worker():
+    first = StatusPage.create("ffn", ranks=2)
+    other = StatusPage.open(first.path, 1)
+    readers = StatusPages(first.path)
+    readers.request_drain(True)
+    assert first.drain_requested and other.drain_requested
+    readers.request_drain(False)
+    assert not first.drain_requested and not other.drain_requested
+    before = len(os.listdir("/proc/self/fd"))
+    readers.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 4  # each page has its own and the one of its mapping

@@ -13,7 +13,8 @@ import struct
 import torch
 from torch import Tensor
 
-from afdpatch.runtime.protocol import ITEM_BYTES, MAX_GREETING_BYTES, Layout, ProtocolError
+from afdpatch.runtime.protocol import ITEM_BYTES, Layout, ProtocolError
+from afdpatch.runtime.secret import MAX_TEXT_BYTES
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _CREDENTIALS = struct.Struct("3i")
@@ -58,14 +59,14 @@ def receive_message(sock: socket.socket) -> tuple[bytes, list[int]]:
         BlockingIOError: nothing there yet.
     """
     space = socket.CMSG_SPACE(_MAX_FDS * _INT.size)
-    data, ancillary, flags, _ = sock.recvmsg(MAX_GREETING_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, flags, _ = sock.recvmsg(MAX_TEXT_BYTES, space, socket.MSG_CMSG_CLOEXEC)
     fds: list[int] = []
     for level, kind, raw in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.extend(fd for (fd,) in _INT.iter_unpack(raw[: len(raw) - len(raw) % _INT.size]))
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         close_all(fds)
-        raise ProtocolError("greeting length", "a longer message", f"at most {MAX_GREETING_BYTES} bytes")
+        raise ProtocolError("greeting length", "a longer message", f"at most {MAX_TEXT_BYTES} bytes")
     return data, fds
 
 

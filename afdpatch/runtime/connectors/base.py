@@ -20,7 +20,7 @@ class InvalidHop(ConnectorError, ValueError):
 
 
 class PeerLost(ConnectorError):
-    """The other side ended, or the connection broke; connect again, then send the hop again."""
+    """The other side ended, or the connection broke and is closed; a new one may send the hop again."""
 
 
 class HopTimeout(PeerLost):
@@ -31,16 +31,30 @@ class FfnError(ConnectorError):
     """The FFN's computation failed; its text is in the message. The connection is as before."""
 
 
+class NoFfnServer(ConnectorError):
+    """No FFN server answered a hop, its repeats included, before the deadline."""
+
+
+class Unreachable(ConnectorError):
+    """Nobody listens at the address, or nobody answered the greeting in time; trying again may help."""
+
+
 class ConnectTimeout(ConnectorError):
-    """No FFN server answered within the deadline."""
+    """FFN servers weren't there, or hadn't their weights, within the deadline."""
 
 
 class AddressInUse(ConnectorError):
-    """Another FFN server listens at this address."""
+    """Another server listens at this address, or it isn't an address of this host."""
 
 
 class ConnectionRefused(ConnectorError):
-    """The FFN server answered, and doesn't take this peer; trying again won't help."""
+    """The FFN server answered, and doesn't take this peer. ``retry``: it may do so later (it drains, it is crowded)."""
+
+    retry = False
+
+    def __init__(self, text: str, *, retry: bool = False) -> None:
+        super().__init__(text)
+        self.retry = retry
 
 
 class GreetingMismatch(ConnectionRefused):
@@ -54,69 +68,104 @@ class GreetingMismatch(ConnectionRefused):
 class IncomingHop(NamedTuple):
     """A hop as the FFN side has it.
 
-    ``hidden`` has the shape [rows, hidden] and lies in memory shared with the peer: it is valid until the reply, and
-    may be overwritten.
+    ``peer`` numbers the connection, and no other connection ever has this number. ``rank`` is the attention rank.
+    ``hidden`` has the shape [rows, hidden] and lies in memory of the connection: it is valid until the reply, and may
+    be overwritten.
     """
 
     peer: int
     header: Header
     hidden: Tensor
+    rank: int = 0
+
+
+class PeerInfo(NamedTuple):
+    """One connected attention rank, as its FFN server sees it; ``heard_ns`` is CLOCK_MONOTONIC of its last message."""
+
+    rank: int
+    pid: int
+    """0 where it isn't known (a peer on another host)."""
+    heard_ns: int
+    waiting: int
+    """Hops of it that have arrived and aren't answered."""
 
 
 class AttentionConnector(ABC):
-    """The side that sends hops. One hop is in flight at a time; concurrent calls wait for each other."""
+    """One connection to one FFN server, for the side that sends hops.
 
-    step: int = 0
-    """Number of the current forward; the caller sets it, every hop carries it."""
+    It is connected once and closed once; for a new connection there is a new object, so that nothing of an old one,
+    a late answer above all, can reach a newer hop. One hop is on its way at a time; concurrent calls wait for each
+    other. Any thread may call any method; ``close`` ends whatever waits. All deadlines are CLOCK_MONOTONIC in seconds.
+    """
+
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """The address, as it is written in messages."""
+
+    @property
+    @abstractmethod
+    def serving(self) -> bool:
+        """Whether the FFN server has its weights, as far as it has said so by now."""
 
     @abstractmethod
-    def connect(self, greeting: Greeting, deadline_s: float | None = None) -> Greeting:
-        """Find the FFN server, greet it and give back its greeting; also after the connection was lost.
-
-        Args:
-            greeting: of role ``attention``; it sizes the buffers.
-            deadline_s: CLOCK_MONOTONIC in seconds until which to try (default: now + ``connect_timeout_s``).
+    def connect(self, greeting: Greeting, deadline_s: float) -> Greeting:
+        """Try once to reach the FFN server and greet it; gives back its greeting.
 
         Raises:
-            GreetingMismatch, ConnectionRefused, ConnectTimeout.
+            Unreachable: nobody there, or no answer by the deadline. GreetingMismatch, ConnectionRefused. PeerLost:
+            this connector was closed meanwhile. After any of them this object is of no more use.
         """
 
     @abstractmethod
-    def wait_ready(self, deadline_s: float | None = None) -> None:
+    def wait_ready(self, deadline_s: float) -> None:
         """Wait until the FFN server has its weights; returns at once when it has.
 
         Raises:
-            PeerLost: it ended; or ConnectTimeout past the deadline (default: now + ``connect_timeout_s``).
+            PeerLost: it ended. ConnectTimeout: past the deadline; the connection stays.
         """
 
     @abstractmethod
-    def hop(self, hidden: Tensor, layer: int, micro_batch: int = 0) -> Tensor:
+    def hop(
+        self, hidden: Tensor, layer: int, micro_batch: int = 0, *, sequence: int, step: int, deadline_s: float
+    ) -> Tensor:
         """One layer's FFN, computed by the peer.
 
         Args:
-            hidden: [rows, hidden_size] of the greeting's dtype on the CPU, of any strides; rows from 0 to ``max_rows``.
+            hidden: [rows, hidden_size] of the greeting's dtype, of any strides; rows from 0 to ``max_rows``.
             layer: index of the decoder layer.
-            micro_batch: which pair of buffers to use.
+            micro_batch: from 0 to below the greeting's ``micro_batches``.
+            sequence: number of the hop: higher than that of every hop before on this connection.
+            step: number of the forward that the hop belongs to.
+            deadline_s: past it the connection is closed.
 
         Returns:
             A fresh tensor of the same shape and dtype.
 
         Raises:
-            InvalidHop, FfnError: the connection stays. PeerLost, HopTimeout: connect again; the next hop has the same
-            sequence number, so that a repeated hop is the same hop.
+            InvalidHop, FfnError: the connection stays. PeerLost, HopTimeout: it is closed; any other exception (a
+            signal handler's) closes it too.
         """
 
     @abstractmethod
+    def ping(self) -> None:
+        """Give a sign of life, unless a hop is on its way, which is one. Never waits, never fails."""
+
+    @abstractmethod
     def peer_alive(self) -> bool:
-        """Whether the connection stands, without waiting and without reading from it; any thread may ask."""
+        """Whether the connection stands, without waiting."""
 
     @abstractmethod
     def close(self) -> None:
-        """Say goodbye and give back everything; closing twice is fine."""
+        """Say goodbye and give back everything; a waiting call of another thread ends with PeerLost."""
 
 
 class FfnConnector(ABC):
-    """The side that answers hops. All methods but ``set_serving`` and ``wake`` belong to one thread."""
+    """The side that answers hops, of any number of peers.
+
+    All methods but ``set_serving``, ``drain``, ``resume`` and ``wake`` belong to one thread, which calls ``receive``
+    again and again: within it peers are greeted, and those that say nothing for too long are dropped.
+    """
 
     @abstractmethod
     def listen(self, greeting: Greeting) -> None:
@@ -131,12 +180,16 @@ class FfnConnector(ABC):
         """From now on hops are received; until then peers are greeted and their hops wait."""
 
     @abstractmethod
-    def receive(self, timeout_s: float) -> IncomingHop | None:
-        """The next hop in order of arrival, or None after at most ``timeout_s`` seconds, or when woken."""
+    def receive(self, timeout_s: float) -> list[IncomingHop]:
+        """Hops of one layer that have arrived by now, in order of arrival; each must be answered before the next call.
+
+        The oldest hop is always among them, with all others of its layer; the rest stay for the next calls.
+        Empty after at most ``timeout_s`` seconds without a hop, or when woken.
+        """
 
     @abstractmethod
     def reply(self, hop: IncomingHop, result: Tensor) -> None:
-        """Answer a hop with [rows, hidden_size]; a peer that has gone meanwhile is dropped without an error.
+        """Answer a hop with [rows, hidden_size]; never waits. A peer that has gone is dropped without an error.
 
         Raises:
             InvalidHop: the result's shape or dtype isn't that of the hop; nothing was sent.
@@ -144,11 +197,36 @@ class FfnConnector(ABC):
 
     @abstractmethod
     def reply_error(self, hop: IncomingHop, text: str) -> None:
-        """Answer a hop with an error text."""
+        """Answer a hop with an error text; never waits."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Let the peers go: hops that have arrived are answered, then each peer gets a goodbye.
+
+        New ones are told to try again later. The address stays taken.
+        """
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Take peers again after ``drain``."""
+
+    @property
+    @abstractmethod
+    def draining(self) -> bool:
+        """Whether ``drain`` was called last, not ``resume``."""
+
+    @abstractmethod
+    def peers(self) -> list[PeerInfo]:
+        """The connected peers by rank."""
+
+    @property
+    @abstractmethod
+    def waiting(self) -> int:
+        """Hops that have arrived and that ``receive`` hasn't given out yet."""
 
     @abstractmethod
     def wake(self) -> None:
-        """Let a waiting ``receive`` return; any thread may call it."""
+        """Let a waiting ``receive`` return."""
 
     @abstractmethod
     def close(self) -> None:

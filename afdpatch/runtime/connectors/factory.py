@@ -1,0 +1,59 @@
+"""The connectors of a configuration, by its transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from afdpatch.runtime.config import AfdConfig
+from afdpatch.runtime.connectors.base import AttentionConnector, FfnConnector
+from afdpatch.runtime.connectors.shm import ShmAttentionConnector, ShmFfnConnector, address_of
+from afdpatch.runtime.connectors.tcp import TcpAttentionConnector, TcpFfnConnector
+from afdpatch.runtime.secret import read_secret
+from afdpatch.runtime.status import StatusPage
+
+
+def attention_connectors(config: AfdConfig) -> Callable[[int], AttentionConnector]:
+    """A function that makes a connector to an FFN server, by its rank; not connected yet.
+
+    Raises:
+        ConfigError: the secret can't be read.
+    """
+    secret = read_secret(config.secret_file)
+
+    def make(ffn_rank: int) -> AttentionConnector:
+        if config.transport == "tcp":
+            return TcpAttentionConnector(
+                *config.ffn_address(ffn_rank),
+                secret=secret,
+                spin_us=config.spin_us,
+                peer_timeout_s=config.peer_timeout_s,
+            )
+        return ShmAttentionConnector(
+            address_of(config.host, config.port, ffn_rank), secret=secret, spin_us=config.spin_us
+        )
+
+    return make
+
+
+def ffn_connector(config: AfdConfig, rank: int, page: StatusPage | None = None) -> FfnConnector:
+    """The connector of the FFN server whose first rank is ``rank``; not listening yet.
+
+    Raises:
+        ConfigError: the secret can't be read.
+    """
+    secret = read_secret(config.secret_file)
+    if config.transport == "tcp":
+        return TcpFfnConnector(
+            *config.ffn_address(rank),
+            secret=secret,
+            spin_us=config.spin_us,
+            page=page,
+            peer_timeout_s=config.peer_timeout_s,
+        )
+    return ShmFfnConnector(
+        address_of(config.host, config.port, rank),
+        secret=secret,
+        spin_us=config.spin_us,
+        page=page,
+        peer_timeout_s=config.peer_timeout_s,
+    )
