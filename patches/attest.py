@@ -6,17 +6,20 @@ import afdpatch
 from afdpatch.registry import PatchError
 from afdpatch.registry.attest import ENVIRONMENT_KEY, Roll
 
-PROCESSES = {"api": 1, "engine-core": 1, "worker": 1}
-"""The processes of a server with one API server and one rank; more of either are refused."""
 
-
-def call_the_roll(role: str) -> Roll:
+def call_the_roll(role: str, *, engines: int = 1, workers: int = 1) -> Roll:
     """In the server's first process: make the roll and sign it; the caller keeps it as long as the server lives.
 
     A roll that the environment names is another server's, whose child this process is.
+
+    Args:
+        role: the server's.
+        engines: how many EngineCores it has, one a data-parallel rank.
+        workers: how many workers, over all of them.
     """
     used = afdpatch.patchset.used(role)
-    roll = Roll.create("afdpatch", role=role, digest=afdpatch.patchset.digest, expected=PROCESSES, used=used)
+    expected = {"api": 1, "engine-core": engines, "worker": workers}  # more API servers are refused
+    roll = Roll.create("afdpatch", role=role, digest=afdpatch.patchset.digest, expected=expected, used=used)
     os.environ[ENVIRONMENT_KEY] = roll.path
     sign()
     return roll

@@ -11,13 +11,14 @@ from afdpatch.patches.attest import call_the_roll
 from afdpatch.patches.checkpoint import require_safetensors
 from afdpatch.patches.features import check_arguments, check_features, refuse
 from afdpatch.patches.models import tables
+from afdpatch.patches.parallel import check_ranks, set_computes_experts, workers_of
 from afdpatch.patches.settings import AfdSettings
 from afdpatch.registry import Finding, PatchError
 from afdpatch.runtime.config import AfdConfig, ConfigError
 from afdpatch.runtime.status import ENVIRONMENT_KEY, StatusPage
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SchedulerConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -30,6 +31,8 @@ SHUTDOWN_S = 10
 leave its shared memory behind."""
 WORKERS = {"cpu": "afdpatch.patches.worker_cpu", "cuda": "afdpatch.patches.worker_gpu"}
 """Module of the role's workers, by vLLM's device type."""
+SCHEDULERS = {False: "afdpatch.patches.scheduler.AfdScheduler", True: "afdpatch.patches.scheduler.AfdAsyncScheduler"}
+"""The attention role's scheduler, by whether vLLM schedules asynchronously."""
 
 
 def create_engine_config(
@@ -94,13 +97,20 @@ def _with_afd(
     check_features(tables(), afd, vllm_config)
     require_safetensors(vllm_config.model_config.model, vllm_config.load_config.load_format)
     _check_worker(vllm_config.parallel_config.worker_cls, afd.role)
+    parallel = vllm_config.parallel_config
+    check_ranks(afd, parallel)
+    if afd.role == "attention":
+        _settle_scheduler(vllm_config.scheduler_config)
+        if parallel.data_parallel_size > 1:
+            set_computes_experts(vllm_config.model_config, False)
+            parallel.is_moe_model = False  # vLLM wrote down what it was before this was known
     _verify()
     afdpatch.patchset.apply(role=afd.role, process="api")
     vllm_config.additional_config = settings = AfdSettings(afd, row, afdpatch.patchset.digest, others)
     # A page that the environment names is another server's, whose child this process is.
-    page = StatusPage.create(afd.role, settings.digest)
+    page = StatusPage.create(afd.role, settings.digest, ranks=workers_of(parallel), first_rank=afd.rank)
     os.environ[ENVIRONMENT_KEY] = page.path
-    settings.kept = page, call_the_roll(afd.role)
+    settings.kept = page, call_the_roll(afd.role, engines=parallel.data_parallel_size, workers=workers_of(parallel))
     return vllm_config
 
 
@@ -149,12 +159,32 @@ def _verify() -> None:
 
 def _check_worker(worker_cls: Any, role: str) -> None:
     """A worker class of the user's own must still be the role's."""
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
     from afdpatch.patches.worker import AttentionRole, FFNRole
 
     expected = AttentionRole if role == "attention" else FFNRole
-    found = resolve_obj_by_qualname(worker_cls) if isinstance(worker_cls, str) else worker_cls
-    if not (isinstance(found, type) and issubclass(found, expected)):
+    if not _is_subclass(worker_cls, expected):
         allowed = f"auto, or a subclass of {expected.__module__}.{expected.__qualname__}"
         raise ConfigError("--worker-cls", str(worker_cls), f"allowed for the role {role}: {allowed}")
+
+
+def _settle_scheduler(scheduler: "SchedulerConfig") -> None:
+    """Ours in the place of vLLM's; one of the user's own must understand lost steps too."""
+    from afdpatch.patches.scheduler import AfdAsyncScheduler, AfdScheduler, LostStepScheduler
+
+    if scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
+    elif not _is_subclass(scheduler.scheduler_cls, LostStepScheduler):
+        allowed = " or ".join(f"{cls.__module__}.{cls.__qualname__}" for cls in (AfdScheduler, AfdAsyncScheduler))
+        raise ConfigError(
+            "--scheduler-cls",
+            str(scheduler.scheduler_cls),
+            f"allowed for the role attention: none, or a subclass of {allowed}",
+        )
+
+
+def _is_subclass(given: Any, expected: type) -> bool:
+    """Of a class, or of `module.Class` as vLLM's options name one."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    found = resolve_obj_by_qualname(given) if isinstance(given, str) else given
+    return isinstance(found, type) and issubclass(found, expected)

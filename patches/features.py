@@ -29,10 +29,23 @@ def _executor(vllm: "VllmConfig") -> str | None:
     return None if backend in EXECUTORS else str(backend)
 
 
+def _load_balancing(vllm: "VllmConfig") -> str | None:
+    parallel = vllm.parallel_config
+    if parallel.data_parallel_backend != "mp":
+        return f"--data-parallel-backend {parallel.data_parallel_backend}"
+    if parallel.data_parallel_external_lb:
+        return "external"
+    return "hybrid" if parallel.data_parallel_hybrid_lb else None
+
+
 def _offload(vllm: "VllmConfig") -> str | None:
     offload = vllm.offload_config
     on = offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0
     return "on" if on else None
+
+
+def _on_gpu(vllm: "VllmConfig") -> bool:
+    return bool(vllm.device_config.device_type == "cuda")
 
 
 CHECKS: dict[str, Check] = {
@@ -43,16 +56,16 @@ CHECKS: dict[str, Check] = {
     ),
     "runner-v2": lambda afd, c: c.device_config.device_type == "cpu" and c.use_v2_model_runner,
     "piecewise-graphs": lambda afd, c: (
-        c.device_config.device_type == "cuda"
+        _on_gpu(c)
         and afd.role == "attention"
         and c.compilation_config.cudagraph_mode.has_piecewise_cudagraphs()
         and c.compilation_config.cudagraph_mode.name
     ),
-    "attention-ranks": lambda afd, c: _above_one(afd.num_attention_ranks),
-    "ffn-ranks": lambda afd, c: _above_one(afd.num_ffn_ranks),
+    "gpu-tensor-parallel": lambda afd, c: _on_gpu(c) and _above_one(c.parallel_config.tensor_parallel_size),
+    "gpu-data-parallel": lambda afd, c: _on_gpu(c) and _above_one(c.parallel_config.data_parallel_size),
     "gate-on-attention": lambda afd, c: afd.compute_gate_on_attention,
-    "tensor-parallel": lambda afd, c: _above_one(c.parallel_config.tensor_parallel_size),
-    "data-parallel": lambda afd, c: _above_one(c.parallel_config.data_parallel_size),
+    "ffn-data-parallel": lambda afd, c: afd.role == "ffn" and _above_one(c.parallel_config.data_parallel_size),
+    "load-balancing": lambda afd, c: _load_balancing(c),
     "pipeline-parallel": lambda afd, c: _above_one(c.parallel_config.pipeline_parallel_size),
     "context-parallel": lambda afd, c: (
         _above_one(c.parallel_config.prefill_context_parallel_size)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from afdpatch.patches.attest import Attested
 from afdpatch.runtime.metrics import health, render
 from afdpatch.runtime.owner import process_space
-from afdpatch.runtime.snapshot import Snapshot
+from afdpatch.runtime.snapshot import PeerState, Snapshot
 from afdpatch.runtime.status import StatusPages
 
 if TYPE_CHECKING:
@@ -44,6 +44,18 @@ STATUS = "/afd/status"
 """Where both roles tell what each of their workers' status pages says, as JSON."""
 DRAIN, RESUME = "/afd/drain", "/afd/resume"
 """POST to an FFN server: let its peers go; take peers again."""
+GENERATES = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+    "/v2/chat",
+    "/inference/v1/generate",
+    "/generate",
+)
+"""Requests that need FFN servers; an attention server that has given up on them refuses these at once."""
+RETRY_AFTER_S = 5
 FFN_CONTROL = ("/collective_rpc",)
 """vLLM's development endpoint that reaches workers; vLLM itself has it only with VLLM_SERVER_DEV_MODE=1."""
 
@@ -97,6 +109,8 @@ class AfdMiddleware:
             return await self._drain(scope, send, path, snapshots[0].role)
         if snapshots[0].role == "ffn" and not _ffn_answers(scope, path):
             return await _refuse(scope, send)
+        if path in GENERATES and any(snapshot.peer_state is PeerState.GIVEN_UP for snapshot in snapshots):
+            return await self._unavailable(send, snapshots)
         if path == PROCESSES and scope["type"] == "http":
             return await _json(send, 200, self.attested.processes())
         if path == STATUS and scope["type"] == "http":
@@ -106,6 +120,11 @@ class AfdMiddleware:
         if path == "/metrics":
             return await self._metrics(scope, receive, send, snapshots)
         return await self.app(scope, receive, send)
+
+    async def _unavailable(self, send: Send, snapshots: Sequence[Snapshot]) -> None:
+        message = f"{self._judge(snapshots)[1]}. Send the request again when a server is back."
+        error = {"message": message, "type": "no_ffn_server", "param": None, "code": 503}
+        await _json(send, 503, {"error": error}, (b"retry-after", str(RETRY_AFTER_S).encode()))
 
     async def _drain(self, scope: Scope, send: Send, path: str, role: str) -> None:
         if (refusal := self._may_not(scope, role)) is not None:
@@ -203,8 +222,8 @@ async def _refuse(scope: Scope, send: Send) -> None:
     return await _json(send, 421, {"error": {"message": message, "type": "ffn_server", "param": None, "code": 421}})
 
 
-async def _json(send: Send, status: int, content: object) -> None:
+async def _json(send: Send, status: int, content: object, *more: tuple[bytes, bytes]) -> None:
     body = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -121,7 +121,7 @@ class RemoteFFN(PPMissingLayer):
 
     def ffn(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The hop: what the custom op calls."""
-        result: torch.Tensor = self.link.connector.hop(hidden_states, self.layer)
+        result: torch.Tensor = self.link.hop(hidden_states, self.layer)
         return result
 
 

@@ -4,11 +4,14 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -17,21 +20,27 @@ import afdpatch
 from afdpatch.patches import checkpoint
 from afdpatch.patches.attest import sign
 from afdpatch.patches.model import ffns
+from afdpatch.patches.parallel import FfnGroup, place_of, set_computes_experts, shared_hop
+from afdpatch.patches.scheduler import LostStep
 from afdpatch.patches.settings import AfdSettings, settings_of
-from afdpatch.runtime.connectors.base import FfnConnector
-from afdpatch.runtime.connectors.shm import attention_connector, ffn_connector
+from afdpatch.runtime.connectors.base import ConnectorError, FfnConnector
+from afdpatch.runtime.connectors.factory import ffn_connector
 from afdpatch.runtime.ffn_loop import FfnLoop
 from afdpatch.runtime.peer_watch import PeerWatch
 from afdpatch.runtime.protocol import Greeting
+from afdpatch.runtime.route import Route
 from afdpatch.runtime.status import State, StatusPage
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM's handlers are on the logger "vllm"
 
 STOP_S = 10.0
 """How long a worker waits for its own thread to end, in seconds."""
+STEP_SHARE = 0.9
+"""The part of vLLM's deadline of one worker call in which all hops of its forward must be done."""
 FFN_ROWS = 1 << 20
 """The FFN takes as many rows in a hop as the attention server may send: the attention server's buffer says how many."""
 VOLATILE = ("transformers_version",)
@@ -61,14 +70,23 @@ def greeting_of(settings: AfdSettings, vllm_config: "VllmConfig", rank: int) -> 
         micro_batches=1,
         num_attention_ranks=settings.config.num_attention_ranks,
         num_ffn_ranks=settings.config.num_ffn_ranks,
+        tensor_parallel=settings.config.ffn_tp,
     )
 
 
 class Link:
-    """A worker's live side of AFD: the status page, and what the seams count on it."""
+    """A worker's live side of AFD: the status page, and what the seams count on it.
 
-    def __init__(self, settings: AfdSettings) -> None:
-        page = StatusPage.from_environment()
+    Attributes:
+        leads: whether this worker is the first of its tensor-parallel group, which alone speaks with the other role.
+        rank: the worker's rank among its role's.
+    """
+
+    def __init__(self, settings: AfdSettings, vllm_config: "VllmConfig", tp_rank: int) -> None:
+        place = place_of(vllm_config.parallel_config, tp_rank)
+        self.leads = tp_rank == 0
+        self.rank = settings.config.rank + place
+        page = StatusPage.from_environment(place)
         if page is None:
             raise RuntimeError(
                 "no status page: the server's first process makes it; start the server through vLLM's EngineArgs"
@@ -95,33 +113,58 @@ class Link:
 
 
 class AttentionLink(Link):
-    """The attention worker's side: the connector that sends hops."""
+    """The attention worker's side: its way to the FFN servers, None on a worker that doesn't lead."""
 
-    def __init__(self, settings: AfdSettings, rank: int, make_connector: Callable[..., Any]) -> None:
-        super().__init__(settings)
+    def __init__(
+        self, settings: AfdSettings, vllm_config: "VllmConfig", tp_rank: int, make_route: Callable[..., Any]
+    ) -> None:
+        super().__init__(settings, vllm_config, tp_rank)
         self._timeout_s = settings.config.connect_timeout_s
-        self.connector = make_connector(settings.config, rank, self.page)
-        self._watch = PeerWatch(self.connector, self.page)
+        self._shares = vllm_config.parallel_config.tensor_parallel_size > 1
+        self._step_s = STEP_SHARE * envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        self.route = make_route(settings.config, self.rank, self.page) if self.leads else None
+        self._watch = PeerWatch(self.route, self.page, on_orphaned=_die)
 
     def connect(self, greeting: Greeting) -> None:
-        """Find the FFN server and greet it; from then on its presence is watched."""
-        logger.info("AFD: attention role, waiting up to %g s for the FFN server", self._timeout_s)
-        self.connector.connect(greeting)
-        logger.info("AFD: the FFN server is there")
+        """Find the FFN servers and greet them; their presence is watched, and that of this server's first process."""
         self._watch.start()
+        if self.route is not None:
+            logger.info("AFD: attention rank %d, waiting up to %g s for its FFN servers", self.rank, self._timeout_s)
+            self.route.connect(greeting)
+            logger.info("AFD: the FFN servers are there")
+
+    def wait_ready(self) -> None:
+        """Wait until the FFN servers have their weights."""
+        if self.route is not None:
+            self.route.wait_ready()
+
+    def hop(self, hidden_states: torch.Tensor, layer: int) -> torch.Tensor:
+        """A layer's FFN, computed by an FFN server: [rows, hidden] -> the same shape.
+
+        Raises:
+            ConnectorError: the step can't go on, on any rank of the tensor-parallel group.
+        """
+        route = self.route
+        if not self._shares:
+            assert route is not None
+            return route.hop(hidden_states, layer)
+        hop = None if route is None else lambda: route.hop(hidden_states, layer)
+        return shared_hop(get_tp_group(), hop, hidden_states)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one forward of the model."""
-        self.connector.step += 1
+        """Around one forward of the model. Its hops end in time for vLLM, whose own deadline is a little later."""
+        if self.route is not None:
+            self.route.begin_step(time.monotonic() + self._step_s)
         self.page.begin_step()
         yield
         self.page.end_step()
 
     def close(self) -> None:
-        """End the watch and the connection."""
+        """End the watch and the connections."""
+        if self.route is not None:
+            self.route.close()
         self._watch.stop(STOP_S)
-        self.connector.close()
 
 
 class AttentionRole:
@@ -129,19 +172,22 @@ class AttentionRole:
 
     vllm_config: "VllmConfig"
     rank: int
-    make_connector = staticmethod(attention_connector)
+    make_route = Route
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = _settings(self.vllm_config, "attention")
-        self.link = self.settings.link = AttentionLink(self.settings, self.rank, self.make_connector)
+        self.link = self.settings.link = AttentionLink(self.settings, self.vllm_config, self.rank, self.make_route)
+        # The rank goes alone by now; its model's classes, built without memory, still want vLLM's group for experts.
+        set_computes_experts(self.vllm_config.model_config, True)
+        self._lost: LostStep | None = None
 
     def load_model(self, **kwargs: Any) -> None:
         """Greet, then load this role's weights while the FFN server loads its own."""
         self.link.page.set_state(State.LOADING)
-        self.link.connect(greeting_of(self.settings, self.vllm_config, self.rank))
+        self.link.connect(greeting_of(self.settings, self.vllm_config, self.link.rank))
         super().load_model(**kwargs)  # type: ignore[misc]
-        self.link.connector.wait_ready()
+        self.link.wait_ready()
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """vLLM's warm-up, whose forwards hop like any other; then the server is ready."""
@@ -150,6 +196,24 @@ class AttentionRole:
         sign()
         self.link.page.set_state(State.READY)
         return times
+
+    def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
+        """vLLM's own; a step whose forward can't reach an FFN server is answered with `LostStep`, not with an error.
+
+        An error would end the engine. The scheduler (`afdpatch.patches.scheduler`) ends the step's requests instead.
+        """
+        self._lost = None
+        try:
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+        except ConnectorError as error:
+            self._lost = LostStep(scheduler_output, f"{type(error).__name__}: {error}")
+            return self._lost
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's own; with asynchronous scheduling vLLM takes a step's result from here, so also of a lost step."""
+        if self._lost is not None:
+            return self._lost
+        return super().sample_tokens(grammar_output)  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """vLLM's shutdown, then the connection's."""
@@ -170,37 +234,53 @@ class FFNRole:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = _settings(self.vllm_config, "ffn")
-        self.link = self.settings.link = Link(self.settings)
+        self.link = self.settings.link = Link(self.settings, self.vllm_config, self.rank)
         self.ffns: dict[int, torch.nn.Module] = {}
         self.loop: FfnLoop | None = None
+        self.group: FfnGroup | None = None
 
     def load_model(self, **kwargs: Any) -> None:
-        """Listen and greet, then load this role's weights; hops wait until `compile_or_warm_up_model`."""
+        """Listen and greet, then load this role's weights; hops wait until `compile_or_warm_up_model`.
+
+        Of a tensor-parallel group the first rank does that; the others wait for what it tells them to compute.
+        """
         page = self.link.page
         page.set_state(State.LOADING)
-        self.loop = FfnLoop(
-            self.make_connector(page),
-            self.compute,
-            page,
-            greeting_of(self.settings, self.vllm_config, self.rank),
-            wrap=self.around_the_loop,
-            on_death=_die,
-        )
-        self.loop.start()
+        greeting = greeting_of(self.settings, self.vllm_config, self.link.rank)
+        compute, on_idle = self.compute, None
+        if self.vllm_config.parallel_config.tensor_parallel_size > 1:
+            dtype: torch.dtype = getattr(torch, greeting.dtype)
+            self.group = FfnGroup(get_tp_group(), self.compute, greeting.hidden_size, dtype, page.beat, _die)
+            compute, on_idle = self.group.compute, self.group.idle
+        if self.link.leads:
+            self.loop = FfnLoop(
+                self.make_connector(page),
+                compute,
+                page,
+                greeting,
+                merge=self.settings.config.merge,
+                wrap=self.around_the_loop,
+                on_idle=on_idle,
+                on_death=_die,
+            )
+            self.loop.start()
         super().load_model(**kwargs)  # type: ignore[misc]
         found = ffns(self.model_runner.get_model(), self.settings.row)
         self.ffns = {layer: ffn for _, layer, _, ffn in found}
 
     def make_connector(self, page: StatusPage) -> FfnConnector:
         """The connector of this platform, not listening yet."""
-        return ffn_connector(self.settings.config, self.rank, page)
+        return ffn_connector(self.settings.config, self.link.rank, page)
 
     def around_the_loop(self) -> AbstractContextManager[object]:
         """What the loop's thread runs in."""
         return torch.inference_mode()
 
     def compute(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The FFN of one layer: hidden states [rows, hidden] -> the same shape. Runs in the loop's thread."""
+        """This rank's part of the FFN of one layer: hidden states [rows, hidden] -> the same shape.
+
+        Runs in the loop's thread, or in the group's on a rank that doesn't lead.
+        """
         with set_forward_context(None, self.vllm_config, num_tokens=hidden_states.shape[0]):
             result: torch.Tensor = self.ffns[layer](hidden_states)
             return result
@@ -215,8 +295,10 @@ class FFNRole:
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Nothing to warm up; from now on hops are served."""
-        assert self.loop is not None
-        self.loop.serve()
+        if self.group is not None:
+            self.group.start()
+        if self.loop is not None:
+            self.loop.serve()
         sign()
         self.link.page.set_state(State.READY)
         logger.info("AFD: FFN role, serving the FFNs of %d layers", len(self.ffns))
@@ -238,6 +320,8 @@ class FFNRole:
         try:
             if self.loop is not None:
                 self.loop.stop(STOP_S)
+            if self.group is not None:
+                self.group.stop(STOP_S)
             self.link.page.set_state(State.STOPPED)
         finally:
             super().shutdown()  # type: ignore[misc]
@@ -261,6 +345,6 @@ def _settings(vllm_config: "VllmConfig", role: str) -> AfdSettings:
 
 
 def _die(error: BaseException) -> None:
-    """The FFN loop can't go on: end this worker, so that vLLM ends the server."""
-    logger.error("AFD: the FFN loop ended: %s", error)
+    """This worker is of no more use: end it, so that vLLM ends the server."""
+    logger.error("AFD: this worker ends: %s: %s", type(error).__name__, error)
     os._exit(1)

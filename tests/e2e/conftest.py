@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from afdpatch.cli.servers import Server, free_port
-from afdpatch.cli.topology import afd_pair
+from afdpatch.cli.servers import Server, free_port, wait_all
+from afdpatch.cli.topology import afd_pair, stock
+from tests.e2e.servers import ONE_THREAD, OPTIONS, QUICK, until
+from tests.e2e.workers import KEEP_GARBAGE
 
-ROOT = Path(__file__).parents[2]
-MODELS = ROOT / "tests" / "models"
 ENGINE = {
     "enforce_eager": True,
     "max_model_len": 1024,
@@ -29,7 +29,6 @@ ENGINE = {
     "seed": 0,
 }
 """vLLM's options of every engine that is compared with another."""
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
 DEEPSEEK = "DeepseekV2ForCausalLM"
 ROTARY = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 """The stock engine beside DeepSeek has vLLM's native rotary: the CPU build's op is wrong (compat.rotary)."""
@@ -52,14 +51,17 @@ def engine_options(architecture: str, dtype: str, **more: Any) -> dict[str, Any]
 
 
 def metrics(url: str) -> dict[str, float]:
-    """A server's AFD metrics: `name` or `name{label values}` -> value."""
+    """A server's AFD metrics, summed over its workers: `name` or `name{label values}` -> value."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
         text = response.read().decode()
-    found = {}
+    found: dict[str, float] = {}
     for line in text.splitlines():
         if match := re.match(r"(afd_\w+)(?:\{(.*)\})? (\S+)$", line):
-            labels = [value for key, value in re.findall(r'(\w+)="([^"]*)"', match[2] or "") if key != "role"]
-            found[match[1] + (f"{{{','.join(labels)}}}" if labels else "")] = float(match[3])
+            labels = [
+                value for key, value in re.findall(r'(\w+)="([^"]*)"', match[2] or "") if key not in ("role", "rank")
+            ]
+            name = match[1] + (f"{{{','.join(labels)}}}" if labels else "")
+            found[name] = found.get(name, 0.0) + float(match[3])
     return found
 
 
@@ -73,6 +75,41 @@ def ffn_server(model: Path, dtype: str, logs: Path, *options: str) -> Iterator[t
     server.env |= ONE_THREAD
     with server:
         yield server, {"role": "attention", "port": afd_port}
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """An attention and an FFN server, the attention server started first; a second attention server may come.
+
+    Both are the real ones, with switches: tests/e2e/workers.py.
+    """
+    folder = tmp_path_factory.mktemp("pair")
+    options = [*OPTIONS, "--attention-ranks", "2", "--afd-config", json.dumps(QUICK)]
+    attention_options = ["--scheduler-cls", "tests.e2e.workers.SwitchableScheduler"]
+    ffn_options = ["--worker-cls", "tests.e2e.workers.SwitchableFFNWorker"]
+    attention, ffn = afd_pair(options, folder, attention_options=attention_options, ffn_options=ffn_options)
+    for server in (attention, ffn):
+        server.env |= ONE_THREAD
+    attention.env[KEEP_GARBAGE] = str(folder / "keep-garbage")
+    with attention:
+        until(
+            lambda: "waiting up to" in attention.log.path.read_text(),
+            120,
+            "the attention server waits for its FFN server",
+        )
+        with ffn:
+            wait_all([attention, ffn], 300)
+            yield attention, ffn
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory, pair: tuple[Server, Server]) -> Iterator[Server]:
+    """A stock vLLM."""
+    server = stock(OPTIONS, tmp_path_factory.mktemp("stock"), binding={"VLLM_CPU_OMP_THREADS_BIND": "0"})
+    server.env |= ONE_THREAD
+    with server:
+        server.wait_ready(300)
+        yield server
 
 
 def start_driver(spec: dict[str, Any], folder: Path, name: str) -> "subprocess.Popen[bytes]":

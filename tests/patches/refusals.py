@@ -33,6 +33,8 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
             "settings": repr(config.additional_config),
             "worker": config.parallel_config.worker_cls,
             "prefix_caching": config.cache_config.enable_prefix_caching,
+            "scheduler": str(config.scheduler_config.scheduler_cls),
+            "is_moe": [config.model_config.is_moe, config.parallel_config.is_moe_model],
             "hash": config.compute_hash(),
             "page": os.environ.get("AFDPATCH_STATUS_PAGE"),
         }

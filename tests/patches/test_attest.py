@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import afdpatch
-from afdpatch.patches.attest import PROCESSES, Attested
+from afdpatch.patches.attest import Attested
 from afdpatch.patches.http import AfdMiddleware
 from afdpatch.registry.attest import Roll
 from afdpatch.runtime.status import State, StatusPage, StatusPages
@@ -45,8 +45,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Any:
     page = StatusPage.create("ffn", "d" * 64)
     page.set_state(State.READY)
     page.beat()
-    used = {kind: ["a"] for kind in PROCESSES}
-    roll = Roll.create("test", role="ffn", digest="d" * 64, expected=PROCESSES, used=used)
+    used = {kind: ["a"] for kind in ("api", "engine-core", "worker")}
+    roll = Roll.create("test", role="ffn", digest="d" * 64, expected=dict.fromkeys(used, 1), used=used)
     fake = FakeSet()
     monkeypatch.setattr(afdpatch, "patchset", fake)
 

@@ -50,13 +50,32 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown role": (case({"role": "Attention"}), ["role", "'Attention'", "attention or ffn"]),
     "NPU connector": (case({"connector": "CAMP2pAFDConnector"}), ["CAMP2pAFDConnector", "Ascend NPU"]),
     "unknown connector": (case({"connector": "pigeon"}), ["pigeon", "shm"]),
-    "attention-ranks": (case({"num_attention_ranks": 2}), ["num_attention_ranks above 1", "2"]),
-    "gate-on-attention": (case({"compute_gate_on_attention": True}), ["compute_gate_on_attention"]),
-    "tensor-parallel": (
-        case(ATTENTION, tensor_parallel_size=2, distributed_executor_backend="mp"),
-        ["tensor par", "2"],
+    "more workers than ranks": (
+        case({"role": "attention", "num_attention_ranks": 3, "rank": 2}, data_parallel_size=2),
+        ["num_attention_ranks", "2 workers", "from rank 2", "at least 4"],
     ),
-    "data-parallel": (case(ATTENTION, data_parallel_size=2), ["data parallelism", "2"]),
+    "tensor parallelism without its ranks": (
+        case(ATTENTION, tensor_parallel_size=2, distributed_executor_backend="mp"),
+        ["num_attention_ranks", "tensor parallel 2", "at least 2"],
+    ),
+    "an FFN server of another tensor-parallel size": (
+        case({"role": "ffn", "num_ffn_ranks": 2}, tensor_parallel_size=2, distributed_executor_backend="mp"),
+        ["ffn_tp", "--tensor-parallel-size 2"],
+    ),
+    "an FFN server that starts within another": (
+        case({"role": "ffn", "num_ffn_ranks": 4, "rank": 1, "connector_extra_config": {"ffn_tp": 2}}),
+        ["ffn_tp", "rank 1", "0, 2"],
+    ),
+    "another scheduler class": (
+        case(ATTENTION, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler"),
+        ["--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler", "AfdScheduler"],
+    ),
+    "gate-on-attention": (case({"compute_gate_on_attention": True}), ["compute_gate_on_attention"]),
+    "ffn-data-parallel": (case(FFN, data_parallel_size=2), ["data parallelism of an FFN server", "2", "rank"]),
+    "load-balancing": (
+        case(ATTENTION, data_parallel_size=2, data_parallel_rank=1, data_parallel_size_local=1),
+        ["load balancing", "external"],
+    ),
     "pipeline-parallel": (case(ATTENTION, pipeline_parallel_size=2, distributed_executor_backend="mp"), ["pipeline"]),
     "expert-parallel": (case(ATTENTION, enable_expert_parallel=True), ["expert parallelism"]),
     "micro-batches": (case(ATTENTION, ubatch_size=2), ["dual-batch overlap", "2"]),
@@ -87,7 +106,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "load-threads": (case(ATTENTION, model_loader_extra_config={"enable_multithread_load": True}), ["multi-threaded"]),
     "rust-front-end": (case(ATTENTION, env={"VLLM_USE_RUST_FRONTEND": "1"}), ["Rust front end"]),
     "headless": (case(ATTENTION, headless=True), ["--headless"]),
-    "api-servers": (case(ATTENTION, _api_process_count=2), ["several API server", "2"]),
+    "api-servers": (case(ATTENTION, _api_process_count=2), ["several API server", "2", "--api-server-count 1"]),
     "cpu-offload": (case(ATTENTION, offload_group_size=2), ["weight offloading"]),
     "weight-transfer": (case(ATTENTION, weight_transfer_config={"backend": "ipc"}), ["weight transfer"]),
     "pooling": (case(ATTENTION, runner="pooling"), ["pooling and embedding models"]),
@@ -111,6 +130,13 @@ ACCEPTED = {
     "attention": case(ATTENTION),
     "attention elsewhere": case({"role": "attention", "host": "10.0.0.7", "port": 9999}),
     "ffn": case(FFN),
+    "data-parallel attention": case({"role": "attention", "num_attention_ranks": 2}, data_parallel_size=2),
+    "tensor-parallel attention": case(
+        {"role": "attention", "num_attention_ranks": 3, "rank": 1, "num_ffn_ranks": 3},
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+    ),
+    "a scheduler of the user's own": case(ATTENTION, scheduler_cls="afdpatch.patches.scheduler.AfdAsyncScheduler"),
     "started by another server": case(
         FFN, env={"AFDPATCH_STATUS_PAGE": "/proc/1/fd/0", "AFDPATCH_ROLL": "/proc/1/fd/0"}
     ),
@@ -166,7 +192,6 @@ def test_every_refused_feature_of_the_table_has_a_check_and_every_check_a_row() 
 def test_every_check_was_seen_to_refuse() -> None:
     untested = {
         "device",  # this host has CPUs only
-        "ffn-ranks",  # more FFN than attention ranks are refused by the configuration already
         "sequence-parallel",  # needs TP, DP and EP, each refused before
         "multimodal",  # no row of the model table is multimodal
         "executor",  # Ray isn't installed
@@ -188,6 +213,18 @@ def test_each_role_comes_up_with_its_worker_and_a_status_page(outcomes: dict[str
     assert outcomes["ffn"]["prefix_caching"] is False
     assert outcomes["ffn"]["page"].startswith("/proc/")
     assert outcomes["afd-plugin's words"]["worker"] == outcomes["attention"]["worker"]
+
+
+def test_attention_has_the_scheduler_that_knows_lost_steps_and_the_ffn_server_vllms(outcomes: dict[str, Any]) -> None:
+    assert outcomes["attention"]["scheduler"] == "afdpatch.patches.scheduler.AfdScheduler"
+    assert outcomes["a scheduler of the user's own"]["scheduler"] == "afdpatch.patches.scheduler.AfdAsyncScheduler"
+    assert outcomes["ffn"]["scheduler"] == outcomes["off"]["scheduler"] == "None"
+
+
+def test_data_parallel_attention_ranks_are_started_as_those_of_a_dense_model(outcomes: dict[str, Any]) -> None:
+    assert outcomes["data-parallel attention"]["is_moe"] == [False, False]
+    for name in ("attention", "tensor-parallel attention", "ffn", "off"):
+        assert outcomes[name]["is_moe"] == [True, True]
 
 
 def test_a_page_that_was_inherited_from_another_server_is_not_taken(outcomes: dict[str, Any]) -> None:

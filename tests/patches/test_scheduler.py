@@ -1,0 +1,227 @@
+"""The scheduler seam on vLLM's real schedulers: what a lost step leaves in the prefix cache, and who ends with it.
+
+The forwards are the only thing made up here: their results are given to the scheduler as a worker would.
+"""
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+MODEL = Path(__file__).parents[1] / "models" / "qwen3-moe"
+BLOCK, CHUNK, BLOCKS = 32, 128, 64
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def vllm_config() -> Any:
+    """One configuration of the model, as a stock server would have it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 16, "block_size": BLOCK, "max_model_len": 1024}
+    config = EngineArgs(model=str(MODEL), kv_cache_memory_bytes=1 << 27, **args).create_engine_config()
+    config.cache_config.num_gpu_blocks = BLOCKS
+    return config
+
+
+@pytest.fixture(params=["AfdScheduler", "AfdAsyncScheduler"])
+def engine(request: pytest.FixtureRequest, vllm_config: Any) -> Iterator["Engine"]:
+    """A scheduler of each kind."""
+    vllm_config.scheduler_config.async_scheduling = request.param == "AfdAsyncScheduler"
+    yield Engine(vllm_config, request.param)
+
+
+class Engine:
+    """A scheduler, and the calls that EngineCore makes."""
+
+    def __init__(self, vllm_config: Any, name: str) -> None:
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        from afdpatch.patches import scheduler
+
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.scheduler = getattr(scheduler, name)(
+            vllm_config=vllm_config,
+            kv_cache_config=KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)]),
+            structured_output_manager=StructuredOutputManager(vllm_config),
+            block_size=BLOCK,
+        )
+        self.serial = count()
+
+    def add(self, tokens: list[int], max_tokens: int = 8) -> Any:
+        """A greedy request."""
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        params.update_from_generation_config({}, 0)
+        request = Request(f"r{next(self.serial)}", tokens, params, None, block_hasher=self.hasher)
+        self.scheduler.add_request(request)
+        return request
+
+    def computed(self, step: Any) -> dict[str, str]:
+        """The step's forward went well; the reasons of the requests that ended."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        ids = list(step.num_scheduled_tokens)
+        done = {id_: self.scheduler.requests.get(id_) for id_ in ids}
+        tokens = [[7] if request is not None and not self._prefills(step, request) else [] for request in done.values()]
+        output = ModelRunnerOutput(ids, {id_: index for index, id_ in enumerate(ids)}, tokens)
+        return self._ended(self.scheduler.update_from_output(step, output))
+
+    @staticmethod
+    def _prefills(step: Any, request: Any) -> bool:
+        known = [(new.req_id, new.num_computed_tokens) for new in step.scheduled_new_reqs]
+        cached = step.scheduled_cached_reqs
+        known += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        before = dict(known)[request.request_id]
+        return before + step.num_scheduled_tokens[request.request_id] < request.num_prompt_tokens
+
+    def lost(self, step: Any) -> dict[str, str]:
+        """The step's forward lost its FFN server; the reasons of the requests that ended."""
+        from afdpatch.patches.scheduler import LostStep
+
+        return self._ended(self.scheduler.update_from_output(step, LostStep(step, "a test")))
+
+    @staticmethod
+    def _ended(outputs: Any) -> dict[str, str]:
+        every = [one for outputs_ in outputs.values() for one in outputs_.outputs]
+        return {one.request_id: str(one.finish_reason) for one in every if one.finish_reason is not None}
+
+    def cached_tokens(self, tokens: list[int]) -> int:
+        """How many tokens of a prompt the next request would find in the prefix cache."""
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        request = Request("probe", tokens, SamplingParams(), None, block_hasher=self.hasher)
+        return int(self.scheduler.kv_cache_manager.get_computed_blocks(request)[1])
+
+    def run_to_end(self) -> None:
+        """Every request that is left, to its end."""
+        for _ in range(100):
+            if not self.scheduler.has_requests():
+                return
+            self.computed(self.scheduler.schedule())
+        raise AssertionError("requests are left after 100 steps")
+
+
+PROMPT = list(range(100, 100 + 2 * CHUNK + 2 * BLOCK + 5))
+"""Three steps of prefill."""
+
+
+def test_a_lost_chunk_leaves_the_prefix_cache_and_what_was_computed_before_stays(engine: Engine) -> None:
+    request = engine.add(PROMPT)
+    assert engine.computed(engine.scheduler.schedule()) == {}
+    step = engine.scheduler.schedule()
+    assert engine.cached_tokens(PROMPT) == 2 * CHUNK  # vLLM registers a step's blocks before they are computed
+    assert engine.lost(step) == {request.request_id: "error"}
+    assert engine.cached_tokens(PROMPT) == CHUNK
+    assert not engine.scheduler.requests
+    again = engine.add(PROMPT)
+    engine.run_to_end()
+    assert again.num_output_tokens == 8
+    assert engine.cached_tokens(PROMPT) >= 2 * CHUNK
+
+
+def test_without_the_eviction_the_garbage_would_be_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(engine.scheduler), "_evict", lambda self, computed: None)
+    engine.add(PROMPT)
+    engine.computed(engine.scheduler.schedule())
+    engine.lost(engine.scheduler.schedule())
+    assert engine.cached_tokens(PROMPT) == 2 * CHUNK
+
+
+def test_a_block_that_a_lost_decode_would_have_filled_leaves_the_cache(engine: Engine) -> None:
+    prompt = PROMPT[: 2 * BLOCK - 1]
+    request = engine.add(prompt)
+    engine.computed(engine.scheduler.schedule())
+    step = engine.scheduler.schedule()
+    filled = [*prompt, 7, 7]
+    assert engine.lost(step) == {request.request_id: "error"}
+    assert engine.cached_tokens(filled) == BLOCK
+
+
+def test_requests_that_wait_are_not_ended_with_the_step_and_those_that_share_its_blocks_are(engine: Engine) -> None:
+    first, second = engine.add(PROMPT[: CHUNK - 3]), engine.add([*PROMPT[: CHUNK - BLOCK], 1, 2, 3])
+    others = [engine.add(list(range(1000 + 200 * n, 1100 + 200 * n))) for n in range(3)]
+    step = engine.scheduler.schedule()
+    assert set(step.num_scheduled_tokens) == {first.request_id, second.request_id}
+    assert engine.lost(step).keys() == {first.request_id, second.request_id}
+    assert engine.cached_tokens(PROMPT) == 0
+    engine.run_to_end()
+    assert [request.num_output_tokens for request in others] == [8, 8, 8]
+
+
+def test_an_abort_during_the_lost_step_leaves_nothing_of_it_in_the_cache(engine: Engine) -> None:
+    from vllm.v1.request import RequestStatus
+
+    request = engine.add(PROMPT)
+    engine.computed(engine.scheduler.schedule())
+    step = engine.scheduler.schedule()
+    engine.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+    assert engine.cached_tokens(PROMPT) == 2 * CHUNK
+    assert engine.lost(step) == {}
+    assert engine.cached_tokens(PROMPT) == 0  # whose blocks these were can't be told any more: all are gone
+
+
+@pytest.mark.parametrize("engine", ["AfdAsyncScheduler"], indirect=True)  # the other has one step under way
+def test_a_step_that_was_scheduled_before_the_loss_was_known_is_lost_too(engine: Engine) -> None:
+    first = engine.add(PROMPT[:CHUNK])
+    lost = engine.scheduler.schedule()
+    second = engine.add([*PROMPT[: 3 * BLOCK], 1, 2, 3])  # finds the blocks of the step that will be lost
+    later = engine.scheduler.schedule()
+    assert [new.num_computed_tokens for new in later.scheduled_new_reqs] == [3 * BLOCK]
+    assert engine.lost(lost) == {first.request_id: "error", second.request_id: "error"}
+    third = engine.add(PROMPT[:CHUNK])
+    clean = engine.scheduler.schedule()
+    assert engine.computed(later) == {}
+    assert [new.num_computed_tokens for new in clean.scheduled_new_reqs] == [0]
+    assert engine.computed(clean) == {}
+    engine.run_to_end()
+    assert third.num_output_tokens == 8
+
+
+def test_a_request_preempted_between_a_step_and_its_loss_leaves_nothing_either(engine: Engine) -> None:
+    request = engine.add(PROMPT)
+    engine.computed(engine.scheduler.schedule())
+    step = engine.scheduler.schedule()
+    engine.scheduler.running.remove(request)
+    engine.scheduler._preempt_request(request, 0.0)
+    assert engine.lost(step) == {request.request_id: "error"}
+    assert engine.cached_tokens(PROMPT) == 0
+    assert not engine.scheduler.requests
+
+
+def test_losses_one_after_the_other_end_every_request_and_the_pool_is_whole_again(engine: Engine) -> None:
+    ended: dict[str, str] = {}
+    requests = [engine.add(list(range(500 * n, 500 * n + 150))) for n in range(6)]
+    for _ in range(50):
+        if not engine.scheduler.has_requests():
+            break
+        ended |= engine.lost(engine.scheduler.schedule())
+    assert ended == {request.request_id: "error" for request in requests}
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1  # one is vLLM's null block
+
+
+def test_a_lost_step_survives_the_way_between_processes() -> None:
+    import pickle
+    from types import SimpleNamespace
+
+    from afdpatch.patches.scheduler import LostStep
+
+    step: Any = SimpleNamespace(num_scheduled_tokens={"a": 3, "b": 1})
+    again = pickle.loads(pickle.dumps(LostStep(step, "gone")))
+    assert (type(again), again.why, again.req_ids, again.req_id_to_index) == (
+        LostStep,
+        "gone",
+        ["a", "b"],
+        {"a": 0, "b": 1},
+    )
