@@ -141,6 +141,11 @@ class HopBuffers:
         geometry = geometry or Geometry(max_rows, hidden, dtype, slots)
         return cls(geometry, torch.device(device), initiator, deadline_s, overlap)
 
+    @property
+    def connected(self) -> bool:
+        """Whether the peer's buffers are open."""
+        return bool(self._peer)
+
     def handle(self) -> bytes:
         """What the peer's `open` needs, `layout.HANDLE_BYTES` bytes. Good for another process, while this one lives."""
         ipc = ctypes.create_string_buffer(64)

@@ -17,13 +17,11 @@ def cuda_graph_wrapper_call(original: Callable[..., Any]) -> Callable[..., Any]:
         settings = settings_of(self.vllm_config)
         if settings is not None and self.runtime_mode == CUDAGraphMode.FULL and is_forward_context_available():
             context = get_forward_context()
-            entry = self.concrete_cudagraph_entries.get(context.batch_descriptor)
-            if (
-                context.cudagraph_runtime_mode == self.runtime_mode
-                and entry is not None
-                and entry.cudagraph is not None
-            ):
-                settings.link.connector.begin_replay(context.batch_descriptor.num_tokens)
+            shape = context.batch_descriptor
+            if context.cudagraph_runtime_mode == self.runtime_mode and shape is not None:
+                entry = self.concrete_cudagraph_entries.get(shape)
+                if entry is not None and entry.cudagraph is not None:  # else it is captured now
+                    settings.link.route.begin_replay(shape.num_tokens)
         return original(self, *args, **kwargs)
 
     return __call__
@@ -36,7 +34,7 @@ def run_fullgraph(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, desc: Any) -> Any:
         settings = settings_of(self.vllm_config)
         if settings is not None:
-            settings.link.connector.begin_replay(desc.num_tokens)
+            settings.link.route.begin_replay(desc.num_tokens)
         return original(self, desc)
 
     return wrapper

@@ -122,7 +122,7 @@ class AttentionLink(Link):
         self._timeout_s = settings.config.connect_timeout_s
         self._shares = vllm_config.parallel_config.tensor_parallel_size > 1
         self._step_s = STEP_SHARE * envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
-        self.route = make_route(settings.config, self.rank, self.page) if self.leads else None
+        self.route: Any = make_route(settings.config, self.rank, self.page) if self.leads else None
         self._watch = PeerWatch(self.route, self.page, on_orphaned=_die)
 
     def connect(self, greeting: Greeting) -> None:
@@ -147,7 +147,8 @@ class AttentionLink(Link):
         route = self.route
         if not self._shares:
             assert route is not None
-            return route.hop(hidden_states, layer)
+            result: torch.Tensor = route.hop(hidden_states, layer)
+            return result
         hop = None if route is None else lambda: route.hop(hidden_states, layer)
         return shared_hop(get_tp_group(), hop, hidden_states)
 
@@ -172,7 +173,7 @@ class AttentionRole:
 
     vllm_config: "VllmConfig"
     rank: int
-    make_route = Route
+    make_route: Callable[..., Any] = Route
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -273,7 +273,12 @@ class AfdConfig:
         return tuple(rank for i, rank in enumerate(servers) if i * ranks // len(servers) == attention_rank)
 
     def fallbacks_of(self, attention_rank: int) -> tuple[int, ...]:
-        """The other FFN servers, those nearest to the own block first; they take over when the block is lost."""
+        """The other FFN servers, those nearest to the own block first; they take over when the block is lost.
+
+        None with transport ``ipc``, whose connections share one end on the GPU.
+        """
+        if self.transport == "ipc":
+            return ()
         own = self.ffn_ranks_of(attention_rank)
         others = (rank for rank in self.ffn_servers if rank not in own)
         return tuple(sorted(others, key=lambda rank: (min(abs(rank - home) for home in own), rank)))

@@ -50,7 +50,9 @@ def read_secret(path: str | None) -> bytes | None:
         # Without O_NONBLOCK a FIFO would wait for its writer.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise ConfigError(key, f"{path}: {error.strerror}", f"needed: a file of {MIN_BYTES} to {MAX_BYTES} bytes") from None
+        raise ConfigError(
+            key, f"{path}: {error.strerror}", f"needed: a file of {MIN_BYTES} to {MAX_BYTES} bytes"
+        ) from None
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):

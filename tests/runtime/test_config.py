@@ -161,10 +161,17 @@ def test_a_configuration_survives_json_and_is_frozen():
         config.port = 1
 
 
-@pytest.mark.parametrize("keys", [
-    {"host": "10.0.0.1", "connector_extra_config": {"secret_file": "/s"}},
-    {"host": "10.0.0.1", "num_ffn_ranks": 2, "connector_extra_config": {"ffn_addresses": ["localhost:7", "[::1]:8"]}},
-])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"host": "10.0.0.1", "connector_extra_config": {"secret_file": "/s"}},
+        {
+            "host": "10.0.0.1",
+            "num_ffn_ranks": 2,
+            "connector_extra_config": {"ffn_addresses": ["localhost:7", "[::1]:8"]},
+        },
+    ],
+)
 def test_a_tcp_configuration_survives_json(keys):
     config = parse(connector="tcp", **keys)
     assert AfdConfig.parse(json.loads(json.dumps(config.to_dict()))) == config
