@@ -121,10 +121,8 @@ def _settle(args: "EngineArgs", afd: AfdConfig) -> None:
     workers = WORKERS.get(current_platform.device_type)
     if workers is None:
         raise refuse(tables(), "device", current_platform.device_type)
-    if current_platform.device_type == "cuda" and afd.role == "ffn":
-        args.enforce_eager = (
-            True  # no forward of the model is compiled or captured here; the FFN role has its own graphs
-        )
+    if current_platform.device_type == "cuda":
+        _settle_graphs(args, afd)
     if args.worker_cls == "auto":
         args.worker_cls = f"{workers}.{'AttentionWorker' if afd.role == 'attention' else 'FFNWorker'}"
     if args.shutdown_timeout == 0:
@@ -141,6 +139,19 @@ def _settle(args: "EngineArgs", afd: AfdConfig) -> None:
         args.enable_prefix_caching = False
         if args.kv_cache_memory_bytes is None:
             args.kv_cache_memory_bytes = FFN_KV_BYTES
+
+
+def _settle_graphs(args: "EngineArgs", afd: AfdConfig) -> None:
+    """On the FFN server no forward of the model is compiled or captured: its graphs are those of the steps.
+
+    On the attention server, the graphs that hops can go into.
+    """
+    from vllm.config import CUDAGraphMode
+
+    if afd.role == "ffn":
+        args.enforce_eager = True
+    elif not args.enforce_eager and args.compilation_config.cudagraph_mode is None:
+        args.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
 
 
 def _verify() -> None:

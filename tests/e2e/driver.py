@@ -9,6 +9,7 @@ import faulthandler
 import json
 import os
 import sys
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,10 @@ def main() -> None:
     from tests.e2e.recorder import PARAMETERS, record_parameters
 
     record_parameters()
+    if spec.get("constant_key"):
+        from afdpatch.patches.settings import AfdSettings
+
+        AfdSettings.compute_hash = lambda self: spec["constant_key"]  # what the compile key would be without ours
     if spec.get("local_op"):
         call_ffns_through_the_op(spec["local_op"])
     additional = {"additional_config": {"afd": spec["afd"]}} if spec.get("afd") else {}
@@ -142,6 +147,30 @@ class Runner:
         """A batch again and again, until somebody ends it."""
         while True:
             self.generate(PROMPTS[:5], max_tokens=200)
+
+    def case_totals(self) -> Any:
+        """A prefill of as many tokens as a decode just before it had requests, and a prompt of one token."""
+        decoded = self.generate(PROMPTS[:8])
+        prompts = [{"prompt_token_ids": list(range(100, 100 + length))} for length in (8, 1, 16)]
+        return [decoded, *(self.generate([prompt]) for prompt in prompts)]
+
+    def case_survive(self) -> Any:
+        """The same batch until requests end with an error, and on until all are whole again."""
+        first = self.generate(PROMPTS[:5])
+        print("CASE generating", flush=True)
+        began = time.monotonic()
+        seen: dict[str, Any] = {"errors": 0, "lost_s": None, "again_s": None, "same": False, "reasons": []}
+        while time.monotonic() - began < 150:
+            outputs = self.generate(PROMPTS[:5], max_tokens=24 if seen["errors"] else 200)
+            reasons = [choice["finish"][0] for output in outputs for choice in output["choices"]]
+            bad = sum(reason != "length" for reason in reasons)
+            seen["errors"] += bad
+            if bad and seen["lost_s"] is None:
+                seen["lost_s"], seen["reasons"] = time.monotonic() - began, reasons
+            elif seen["errors"] and not bad:
+                seen["again_s"], seen["same"] = time.monotonic() - began, outputs == first
+                break
+        return seen
 
     def case_abort(self) -> Any:
         """One of two requests is aborted in mid-stream; the other goes on."""

@@ -23,7 +23,7 @@ from tests.gpu.judge import judge
 from tests.gpu.tpot import make_model
 
 ROOT = Path(__file__).parents[2]
-CASES = ["batch:1", "batch:2", "batch:5", "batch:16", "chunked", "prefix", "seeded", "stop", "abort"]
+CASES = ["batch:1", "batch:2", "batch:5", "batch:16", "chunked", "prefix", "seeded", "stop", "abort", "totals"]
 ENGINE = {
     "max_model_len": 1024,
     "max_num_seqs": 16,
@@ -99,11 +99,23 @@ class Matrix:
         return process
 
     def ffn(
-        self, name: str, model: Path, afd_port: int, port: int, gpus: str, *options: str
+        self,
+        name: str,
+        model: Path,
+        afd_port: int,
+        port: int,
+        gpus: str,
+        *options: str,
+        attention_ranks: int = 1,
+        **environment: str,
     ) -> "subprocess.Popen[bytes]":
         """An FFN server whose FFNs can be zeroed."""
         words = [sys.executable, "-m", "afdpatch", "serve", "--role", "ffn", str(model), "--afd-port", str(afd_port)]
-        afd = {"connector": "ipc", "connector_extra_config": {"hop_timeout_s": 60}}
+        afd = {
+            "connector": "ipc",
+            "num_attention_ranks": attention_ranks,
+            "connector_extra_config": {"hop_timeout_s": 60},
+        }
         words += [
             "--afd-config",
             json.dumps(afd),
@@ -116,13 +128,15 @@ class Matrix:
             "--enforce-eager",
         ]
         words += ["--gpu-memory-utilization", "0.1", *options]
-        return self.start(name, words, gpus, VLLM_USE_V2_MODEL_RUNNER="0")
+        return self.start(name, words, gpus, VLLM_USE_V2_MODEL_RUNNER="0", **environment)
 
-    def driver(self, name: str, spec: dict[str, Any], gpus: str, runner: str) -> "subprocess.Popen[bytes]":
+    def driver(
+        self, name: str, spec: dict[str, Any], gpus: str, runner: str, **environment: str
+    ) -> "subprocess.Popen[bytes]":
         """One engine that runs the spec's cases."""
         (self.out / f"{name}.spec.json").write_text(json.dumps(spec))
         command = [sys.executable, "-m", "tests.e2e.driver", f"{name}.spec.json", f"{name}.json"]
-        return self.start(name, command, gpus, VLLM_USE_V2_MODEL_RUNNER=runner)
+        return self.start(name, command, gpus, VLLM_USE_V2_MODEL_RUNNER=runner, **environment)
 
     def finish(self, name: str, process: "subprocess.Popen[bytes]", seconds: float) -> dict[str, Any] | None:
         """Wait for a driver; what it saw, or None (its log says why)."""
@@ -183,14 +197,100 @@ class Matrix:
                 if same is not None and seen is not None:
                     self.results[full]["ffn hops"] = self.ffn_hops(port)
                 self.say(f"{full}: {json.dumps(self.results[full])[:600]}")
-            for mode in MODES:
-                self.kill_one(chain, folder, afd, mode, "attention", server, runner)
-            for mode in MODES:
-                self.kill_one(chain, folder, afd, mode, "ffn", server, runner)
-                server = self.ffn(f"{chain}-ffn-after-{mode}", folder, afd_port, port, "1,0", *SWITCHABLE)
+            self.kill_one(chain, folder, afd, "graph", "attention", server, runner)
+            for mode in ("graph", "eager"):
+                server = self.survive(chain, folder, afd, mode, server, runner, afd_port, port)
         except Exception:
             self.results[f"{chain}:error"] = traceback.format_exc()
             self.say(traceback.format_exc())
+
+    def survive(
+        self,
+        chain: str,
+        folder: Path,
+        afd: dict[str, Any],
+        mode: str,
+        server: "subprocess.Popen[bytes]",
+        runner: str,
+        afd_port: int,
+        port: int,
+    ) -> "subprocess.Popen[bytes]":
+        """Kill the FFN server while a batch is generated, and start another: the engine goes on."""
+        full = f"{chain}-{mode}-survive"
+        if self.left() < 60:
+            return server
+        extra = afd["connector_extra_config"] | {"recovery_timeout_s": 100}
+        spec = {
+            "model": str(folder),
+            "cases": ["survive"],
+            "engine": ENGINE | MODES[mode],
+            "afd": afd | {"connector_extra_config": extra},
+        }
+        process = self.driver(full, spec, "0,1", runner)
+        if not self.wait_for(full, "CASE generating", 120, process):
+            self.results[full] = "it never generated"
+            self.say(f"{full}: it never generated")
+            self.kill(process)
+            return server
+        time.sleep(1.5)
+        self.kill(server)
+        server = self.ffn(f"{chain}-ffn-{mode}-again", folder, afd_port, port, "1,0", *SWITCHABLE)
+        seen = self.finish(full, process, 160)
+        self.results[full] = seen["cases"]["survive"] if seen else None
+        self.say(f"{full}: {self.results[full]}")
+        return server
+
+    def two(self, name: str, runner: str, cases: list[str]) -> None:
+        """Two attention servers with graphs, on one GPU, at one FFN server."""
+        folder, afd_port, port = ROOT / "tests" / "models" / name, 4120, 4220
+        full = f"{name}-two"
+        try:
+            self.ffn(f"{full}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE, attention_ranks=2)
+            spec: dict[str, Any] = {"model": str(folder), "cases": cases, "engine": ENGINE | MODES["graph"]}
+            afd = {"role": "attention", "port": afd_port, "connector": "ipc", "num_attention_ranks": 2}
+            afd["connector_extra_config"] = {"hop_timeout_s": 60, "connect_timeout_s": 300}
+            stock = self.driver(f"{full}-stock", spec, "1", runner)
+            both = [
+                self.driver(f"{full}-afd{rank}", spec | {"afd": afd | {"rank": rank}}, "0,1", runner) for rank in (0, 1)
+            ]
+            same = self.finish(f"{full}-stock", stock, 250)
+            for rank, process in enumerate(both):
+                seen = self.finish(f"{full}-afd{rank}", process, 250)
+                self.results[f"{full}-{rank}"] = judge(same, seen, cases)
+                self.say(f"{full}-{rank}: {json.dumps(self.results[f'{full}-{rank}'])[:500]}")
+        except Exception:
+            self.results[f"{full}:error"] = traceback.format_exc()
+            self.say(traceback.format_exc())
+
+    def stale(self, name: str, other_site: str) -> None:
+        """A compile cache of another manifest is not served; with the key defeated it would be."""
+        folder, afd_port, port = ROOT / "tests" / "models" / name, 4130, 4230
+        cache = {"VLLM_CACHE_ROOT": str(self.out / "stale-cache")}
+        other = cache | {"PYTHONPATH": f"{other_site}:{os.environ['PYTHONPATH']}"}
+        afd = {"role": "attention", "port": afd_port, "connector": "ipc"}
+        afd["connector_extra_config"] = {"hop_timeout_s": 60, "connect_timeout_s": 300}
+        engine = ENGINE | {"compilation_config": {k: v for k, v in GRAPHS.items() if k != "mode"}}
+        spec: dict[str, Any] = {"model": str(folder), "cases": ["batch:1"], "engine": engine, "afd": afd}
+        found: dict[str, Any] = {}
+        try:
+            for label, environment, steps in (
+                ("X", cache, (("cold", {}), ("warm", {}), ("keyless", {"constant_key": "0"}))),
+                ("Y", other, (("edited", {}), ("keyless-edited", {"constant_key": "0"}))),
+            ):
+                server = self.ffn(f"stale-{label}-ffn", folder, afd_port, port, "1,0", **environment)
+                for step, more in steps:
+                    full = f"stale-{label}-{step}"
+                    process = self.driver(full, spec | more, "0,1", "1", **environment)
+                    self.finish(full, process, 200)
+                    log = (self.out / f"{full}.log").read_text(errors="replace")
+                    lines = [line for line in log.splitlines() if "cache" in line and "ompil" in line]
+                    found[f"{label} {step}"] = [line[-260:] for line in lines if "autotune" not in line][:6]
+                    self.say(f"{full}: {found[f'{label} {step}']}")
+                self.kill(server)
+        except Exception:
+            self.results["stale:error"] = traceback.format_exc()
+            self.say(traceback.format_exc())
+        self.results["stale"] = found
 
     def ffn_hops(self, port: int) -> str:
         """What an FFN server has counted so far."""
@@ -254,8 +354,8 @@ class Matrix:
         if compiled:
             del engine["compilation_config"]["mode"]
         spec = {
-            "model": str(folder), "engine": engine, "batches": [1, 16, 64, 128], "context": 1024, "tokens": 100,
-            "repeats": 2,
+            "model": str(folder), "engine": engine, "batches": [1, 16, 32, 64, 128], "context": 1024, "tokens": 80,
+            "repeats": 3,
         }  # fmt: skip
         afd = {"role": "attention", "port": 4110, "connector": "ipc", "connector_extra_config": {"hop_timeout_s": 60}}
         self.large = {}
@@ -290,6 +390,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=400)
     parser.add_argument("--only", default="")
     parser.add_argument("--large", default="", help="runner (0, 1) and c for compiled, such as 0c")
+    parser.add_argument("--two", default="", help="the model of two attention servers at one FFN server")
+    parser.add_argument("--stale", default="", help="a folder with afdpatch under another manifest")
     parser.add_argument("--large-seconds", type=float, default=100)
     parser.add_argument("--cases", default=",".join(CASES))
     args = parser.parse_args()
@@ -305,6 +407,12 @@ def main() -> None:
         for index, (model, runner) in enumerate(chains)
         if args.only in f"{model}-v{int(runner) + 1}"
     ]
+    if args.two:
+        threads.append(threading.Thread(target=matrix.two, args=(args.two, "1", ["batch:5", "batch:16", "totals"])))
+    if args.stale:
+        threads.append(threading.Thread(target=matrix.stale, args=("qwen3-moe", args.stale)))
+    for thread in threads:
+        thread.daemon = True
     if args.large:
         matrix.big_start(args.large[0], "c" in args.large)
         matrix.until -= args.large_seconds
