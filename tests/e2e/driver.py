@@ -82,7 +82,8 @@ def main() -> None:
 
         page = StatusPage.from_environment()
         assert page is not None
-        out["page"] = asdict(page.snapshot())
+        # Counters are named by an enum's members there, which JSON doesn't take as keys.
+        out["page"] = {key: value for key, value in asdict(page.snapshot()).items() if not isinstance(value, dict)}
     Path(sys.argv[2]).write_text(json.dumps(out))
 
 

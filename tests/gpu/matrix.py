@@ -323,7 +323,7 @@ class Matrix:
         at = time.monotonic()
         if who == "attention":
             self.kill(process)
-            gone = self.wait_for(f"{chain}-ffn", "is lost", 70, server)
+            gone = self.wait_for(f"{chain}-ffn", "event=peer_lost", 30, server)
             self.results[full] = {"ffn noticed": gone, "s": round(time.monotonic() - at, 3)}
         else:
             self.kill(server)
