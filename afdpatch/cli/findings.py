@@ -79,7 +79,12 @@ def of_worker(where: str, worker: dict[str, Any], here: bool) -> Iterable[Findin
     if mismatch := re.search(r"doesn't fit[^;]*: .*", worker["last_error"]):
         yield Finding("error", where, f"refused: {mismatch[0]}", "start both roles with the same model and settings")
     if state in ("starting", "loading"):
-        waits = worker["role"] == "attention" and worker["peer_state"] in ("none", "waiting") and not worker["peers"]
+        waits = (
+            worker["role"] == "attention"
+            and state == "loading"
+            and worker["peer_state"] in ("none", "waiting")
+            and not worker["peers"]
+        )
         text = f"is {state}" + (", and no FFN server has answered it" if waits else "") + last
         advice = "start the FFN server with the same --afd-host and --afd-port" if waits else "wait; its log says more"
         yield Finding("warning" if waits else "note", where, text, advice)

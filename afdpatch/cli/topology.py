@@ -56,7 +56,8 @@ class Shape:
         tp, dp = (self.attention_tp, self.attention_dp) if role == "attention" else (self.ffn_tp, 1)
         return [
             *(["--tensor-parallel-size", str(tp)] if tp > 1 else []),
-            *(["--data-parallel-size", str(dp)] if dp > 1 else []),
+            # Of several API servers, which vLLM starts by itself with data parallelism, AFD does only one.
+            *(["--data-parallel-size", str(dp), "--api-server-count", "1"] if dp > 1 else []),
         ]
 
 

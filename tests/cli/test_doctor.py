@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from afdpatch.cli import look, main
+from afdpatch.cli import client, look, main
 from afdpatch.cli.servers import free_port
 from afdpatch.patches.attest import Attested
 from afdpatch.patches.http import AfdMiddleware
@@ -100,6 +100,7 @@ SICK: list[tuple[str, int, Callable[[StatusPage], None], str, str]] = [
     ("failed", 1, lambda page: page.fail("no weights"), "error", "failed (last error: no weights)"),
     ("stopped", 1, lambda page: page.set_state(State.STOPPED), "error", "is stopped"),
     ("loading", 0, lambda page: alone(page), "warning", "no FFN server has answered it"),
+    ("starting", 0, lambda page: page.set_state(State.STARTING), "note", "is starting"),
     ("gone", 0, lambda page: page.set_worker(2**22 - 1), "error", "has ended"),
     ("draining", 1, lambda page: page.set_draining(True), "warning", "drains, 1 peer(s) left"),
     ("won't drain", 1, lambda page: page.request_drain(True), "warning", "was asked to drain and doesn't"),
@@ -289,8 +290,19 @@ def drain(url: str, *words: str) -> int:
     return main(["drain", url, *words])
 
 
-def test_drain_waits_until_no_peer_is_left_and_says_so(pair: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drain_waits_until_no_peer_is_left_and_says_so(
+    pair: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, page, (_, url) = pair
+    asks: list[bool] = []
+    real = client.get_json
+
+    def get_json(*words: Any) -> Any:
+        answer = real(*words)
+        asks.append(answer["workers"][0]["draining"])
+        return answer
+
+    monkeypatch.setattr(client, "get_json", get_json)
 
     def work() -> None:
         wait_until(lambda: page.drain_requested)
@@ -304,7 +316,7 @@ def test_drain_waits_until_no_peer_is_left_and_says_so(pair: Any, capsys: pytest
     code: list[int] = []
     draining = threading.Thread(target=lambda: code.append(drain(url)))
     draining.start()
-    wait_until(lambda: page.snapshot().draining)
+    wait_until(lambda: sum(asks) >= 2 or bool(code))  # it has seen that the server drains, and has looked again
     assert code == []
     asked.set()
     thread.join(30)

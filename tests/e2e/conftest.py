@@ -103,7 +103,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Ser
 
 
 @pytest.fixture(scope="session")
-def alone(tmp_path_factory: pytest.TempPathFactory, pair: tuple[Server, Server]) -> Iterator[Server]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A stock vLLM."""
     server = stock(OPTIONS, tmp_path_factory.mktemp("stock"), binding={"VLLM_CPU_OMP_THREADS_BIND": "0"})
     server.env |= ONE_THREAD

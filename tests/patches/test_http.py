@@ -9,7 +9,7 @@ import pytest
 from afdpatch.patches.attest import Attested
 from afdpatch.patches.http import AfdMiddleware
 from afdpatch.registry.attest import Roll
-from afdpatch.runtime.status import State, StatusPage, StatusPages
+from afdpatch.runtime.status import PeerState, State, StatusPage, StatusPages
 
 JSON = (b"content-type", b"application/json")
 
@@ -97,3 +97,26 @@ def test_both_roles_tell_their_status(role: str) -> None:
     assert [worker["state"] for worker in body["workers"]] == ["ready", "starting"]
     assert body["workers"][0]["last_error"] == "the last one"
     assert "rank 4" in body["health"] or "rank 5" in body["health"]
+
+
+def test_an_attention_server_that_has_given_up_refuses_new_requests_and_says_when_to_come_again() -> None:
+    middleware, page = server("attention")
+    page.set_state(State.READY)
+    page.beat()
+    for state in (PeerState.WAITING, PeerState.CONNECTED, PeerState.LOST):
+        page.set_peer_state(state)
+        assert ask(middleware, "/v1/completions") == (200, "vllm")  # requests wait for a server that is lost
+    page.set_peer_state(PeerState.GIVEN_UP)
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses/"):
+        status, body = ask(middleware, path)
+        assert status == 503
+        assert "no FFN server came back" in body["error"]["message"]
+    assert ask(middleware, "/tokenize") == (200, "vllm")
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    asyncio.run(middleware(scope, None, send))  # type: ignore[arg-type]
+    assert (b"retry-after", b"5") in sent[0]["headers"]

@@ -225,3 +225,38 @@ def test_a_lost_step_survives_the_way_between_processes() -> None:
         ["a", "b"],
         {"a": 0, "b": 1},
     )
+
+
+class Forward:
+    """In the place of vLLM's worker: a forward that does what the test says."""
+
+    outcome: Any = None
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+    def sample_tokens(self, grammar_output: Any) -> str:
+        return "tokens"
+
+
+def test_the_worker_answers_a_lost_step_in_both_places_where_vllm_asks_and_no_other_error() -> None:
+    from types import SimpleNamespace
+
+    from afdpatch.patches.scheduler import LostStep
+    from afdpatch.patches.worker import AttentionRole
+    from afdpatch.runtime.connectors.base import NoFfnServer
+
+    worker: Any = object.__new__(type("Worker", (AttentionRole, Forward), {}))
+    step: Any = SimpleNamespace(num_scheduled_tokens={"a": 3})
+    worker.outcome = NoFfnServer("nobody came")
+    lost = worker.execute_model(step)
+    assert (type(lost), lost.why) == (LostStep, "NoFfnServer: nobody came")
+    assert worker.sample_tokens(None) is lost  # with asynchronous scheduling the step's result comes from here
+    worker.outcome = None
+    assert worker.execute_model(step) is None
+    assert worker.sample_tokens(None) == "tokens"
+    worker.outcome = ValueError("a bug")
+    with pytest.raises(ValueError, match="a bug"):
+        worker.execute_model(step)

@@ -1,6 +1,8 @@
 """What an FFN server does with its peers: claims of a rank, silence, draining, turns."""
 
 import contextlib
+import errno
+import select
 import threading
 import time
 
@@ -12,7 +14,7 @@ from afdpatch.runtime.events import Event
 from afdpatch.runtime.status import StatusPage
 
 from .helpers import HIDDEN, connected, ffn_connector, greeting, new_address, until
-from .strangers import good_hop, raw_peer
+from .strangers import good_hop, raw_peer, stranger
 
 OTHER_PROCESS = "0123456789abcdef"
 ONE = torch.ones(1, HIDDEN)
@@ -81,6 +83,7 @@ def test_a_process_that_connects_again_takes_the_place_of_its_old_connection(add
 
 def test_the_rank_of_a_quiet_peer_may_be_free_soon(address, page):
     with listening(address, page) as ffn, turning(ffn), connected(address):
+        until(lambda: page.snapshot().peers == 1, "it is a peer")
         (peer,) = ffn._peers.values()
         peer.heard_ns -= 4_000_000_000
         expected = pytest.raises(ConnectionRefused, match="connected already")
@@ -158,6 +161,51 @@ def test_a_draining_server_answers_what_has_come_says_goodbye_and_takes_nobody(a
         assert page.snapshot().events[Event.PEER_LOST] == 0
         idle.close()
         busy.close()
+
+
+def test_a_draining_server_waits_until_its_answer_has_gone_out(page):
+    wide = {"hidden_size": 4096, "max_rows": 4096}
+    address = new_address("tcp")
+    with contextlib.closing(ffn_connector(address, page=page)) as ffn:
+        ffn.listen(greeting("ffn", **wide))
+        ffn.set_serving()
+        with turning(ffn):
+            sock = raw_peer(address, **wide)
+            sock.sendall(good_hop(address, rows=4096, hidden=4096, nbytes=1 << 26))  # 64 MiB
+            until(lambda: page.snapshot().peers == 1 and ffn.peers()[0].waiting == 0 and sent(ffn), "it is answered")
+            ffn.drain()
+            answer = 0
+            while part := sock.recv(1 << 20):
+                answer += len(part)
+            assert answer == 64 + (1 << 26) + 64
+        sock.close()
+
+
+def sent(ffn):
+    """Whether the only peer's answer is in parts."""
+    return any(peer.interest & select.POLLOUT for peer in ffn._peers.values())
+
+
+def test_no_free_descriptor_is_no_end(address, page, monkeypatch):
+    with listening(address, page) as ffn, turning(ffn), connected(address) as attention:
+
+        class Full:
+            def fileno(self):
+                return listener.fileno()
+
+            def accept(self):
+                raise OSError(errno.EMFILE, "Too many open files")
+
+            def close(self):
+                listener.close()
+
+        listener = ffn._listener
+        monkeypatch.setattr(ffn, "_listener", Full())
+        sock = stranger(address)
+        until(lambda: page.snapshot().peers_refused > 0, "refused")
+        assert torch.equal(attention.hop(ONE, 0), ONE)
+        sock.close()
+        monkeypatch.setattr(ffn, "_listener", listener)
 
 
 def test_the_answer_of_a_dropped_peer_goes_nowhere(address, page):

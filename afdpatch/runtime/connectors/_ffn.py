@@ -138,7 +138,7 @@ class SocketFfnConnector(FfnConnector):
         while True:
             # Hops that wait here are given out now, with those that have arrived beside them; and who is to be let go
             # goes when nothing more of it has arrived.
-            at_once = (self._arrived and self._serving) or (self._draining and self._peers)
+            at_once = (self._arrived and self._serving) or (self._draining and self._free())
             found = self._wait(0.0 if at_once else left_s)
             woken = False
             for fd, event in found:
@@ -221,6 +221,9 @@ class SocketFfnConnector(FfnConnector):
         try:
             sock, _ = listener.accept()
         except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:  # no descriptor is free: the peers that are here go on
+            self._refused(f"a connection could not be taken: {error.strerror}")
             return
         sock.setblocking(False)
         deadline_s = time.monotonic() + self._greeting_timeout_s
@@ -393,8 +396,16 @@ class SocketFfnConnector(FfnConnector):
 
     def _let_go(self) -> None:
         """While draining: a goodbye to every peer whose hops are answered."""
-        for peer in [peer for peer in self._peers.values() if not peer.unanswered or not self._serving]:
+        for peer in self._free():
             self._goodbye(peer)
+
+    def _free(self) -> list[Peer]:
+        """Peers that nothing is owed to: their hops are answered and the answers are on their way, or none will be."""
+        return [
+            peer
+            for peer in self._peers.values()
+            if not self._serving or not (peer.unanswered or peer.interest != select.POLLIN)
+        ]
 
     def _goodbye(self, peer: Peer) -> None:
         try:
