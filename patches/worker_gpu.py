@@ -1,7 +1,7 @@
 """The roles' workers on CUDA; `worker_cls` names them."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +29,10 @@ class AttentionWorker(AttentionRole, Worker):
 
     def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
         """vLLM's, and the check of what it returns."""
-        output = super().execute_model(scheduler_output)
+        # Runner V1 has a seam for this: `afdpatch.patches.runner`.
+        counts = self.use_v2_model_runner and scheduler_output.total_num_scheduled_tokens
+        with self.link.step() if counts else nullcontext():
+            output = super().execute_model(scheduler_output)
         self._step = scheduler_output, self.link.route.under_way
         return self._checked(output)
 

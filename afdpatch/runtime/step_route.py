@@ -6,6 +6,8 @@ next one waits at its first layer for a server, as a hop of `Route` does, and go
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from afdpatch.runtime.config import AfdConfig
 from afdpatch.runtime.connectors.factory import gpu_connectors
 from afdpatch.runtime.connectors.ipc_attention import GpuEnd, IpcAttentionConnector, Replay, StepLost
@@ -24,6 +26,12 @@ class StepRoute(Route):
     def under_way(self) -> IpcAttentionConnector | None:
         """The connection of the last step that was begun, which `check` wants once the step has been waited for."""
         return self._gpu.under_way
+
+    def hop(self, hidden: Tensor, layer: int, micro_batch: int = 0) -> Tensor:
+        """As `Route` has it; a hop of the first layer begins a step."""
+        if self._greeting is not None and layer == self._greeting.layers[0]:
+            self._step += 1
+        return super().hop(hidden, layer, micro_batch)
 
     def begin_replay(self, rows: int) -> None:
         """To be called before a graph of ``rows`` rows is replayed: the FFN's host replays its half.
