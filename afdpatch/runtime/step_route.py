@@ -6,6 +6,9 @@ next one waits at its first layer for a server, as a hop of `Route` does, and go
 
 from __future__ import annotations
 
+import time
+
+import torch
 from torch import Tensor
 
 from afdpatch.runtime.config import AfdConfig
@@ -28,7 +31,11 @@ class StepRoute(Route):
         return self._gpu.under_way
 
     def hop(self, hidden: Tensor, layer: int, micro_batch: int = 0) -> Tensor:
-        """As `Route` has it; a hop of the first layer begins a step."""
+        """As `Route` has it; a hop of the first layer begins a step. A launch that is captured is no hop yet."""
+        if torch.cuda.is_current_stream_capturing() and self._serving:
+            _, connector = self._serving[0]
+            until = time.monotonic() + self._hop_timeout_s
+            return connector.hop(hidden, layer, micro_batch, sequence=0, step=self._step, deadline_s=until)
         if self._greeting is not None and layer == self._greeting.layers[0]:
             self._step += 1
         return super().hop(hidden, layer, micro_batch)

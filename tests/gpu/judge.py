@@ -47,3 +47,27 @@ def judge(stock: dict[str, Any] | None, afd: dict[str, Any] | None, cases: list[
     found["hops"], found["steps"] = page.get("hops"), afd.get("all_steps", afd.get("steps"))
     found["stock steps"] = stock.get("steps")
     return found
+
+
+def faults(results: dict[str, Any]) -> list[str]:
+    """What in a matrix's results isn't as it should be; one line each."""
+    found = []
+    for name, result in results.items():
+        if name.endswith(":error"):
+            found.append(f"{name}: {result}")
+        elif name.endswith(":exit"):
+            if result != 0:
+                found.append(f"{name}: expected 0, found {result}")
+        elif not isinstance(result, dict):
+            found.append(f"{name}: {result}")
+        elif "missing" in result:
+            found.append(f"{name}: nothing from {result['missing']}")
+        elif "equal" in result and (
+            result["equal"] != result["of"] or result["logprobs differ"] or result.get("zero unnoticed")
+        ):
+            found.append(f"{name}: {result}")
+        elif "ffn noticed" in result and not result["ffn noticed"]:
+            found.append(f"{name}: the FFN server didn't notice")
+        elif "lost_s" in result and not (result["errors"] and result["same"]):
+            found.append(f"{name}: {result}")
+    return found
