@@ -95,7 +95,9 @@ class Link:
         self.page.set_worker()
         self.page.set_manifest_digest(settings.digest)
         ours = logging.getLogger("afdpatch")
-        ours.handlers, ours.propagate = logging.getLogger("vllm").handlers, False
+        theirs = logging.getLogger("vllm")
+        ours.handlers, ours.propagate = theirs.handlers, False
+        ours.setLevel(theirs.level)
         self._read = 0
         self._skipped = 0
         self._bytes = 0

@@ -23,6 +23,9 @@ from afdpatch.registry import (
 from afdpatch.registry.marks import Marks
 from afdpatch.registry.plugins import manifest_file
 
+COMPILE_PROBE = "afdpatch.patches.compile_probe"
+"""The module that tries traced entries under torch.compile; the registry knows no torch."""
+
 
 @dataclass(frozen=True)
 class Opened:
@@ -79,7 +82,7 @@ def opened(args: argparse.Namespace, *, probe: bool = False) -> Opened:
     if probe:
         from afdpatch.registry.probe import run_probes
 
-        probes = run_probes(lock.manifest.entries)
+        probes = run_probes(lock.manifest.entries, COMPILE_PROBE)
     report = verify(lock, tree, identity, manifest=manifest, probes=probes)
     return Opened(path, manifest, Marks.read(path), tree, report)
 

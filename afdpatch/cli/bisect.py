@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from afdpatch.cli.compat import STYLES, fresh_lock
-from afdpatch.cli.pin import add_manifest
+from afdpatch.cli.pin import add_manifest, add_schema
 from afdpatch.cli.progress import markdown_table, progress
 from afdpatch.registry import PatchError
 from afdpatch.registry.compat import Standing
@@ -46,6 +46,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--repo", type=Path, required=True, metavar="DIR", help="a clone of the package's repository")
     parser.add_argument("--format", choices=("text", "json", "markdown"), default="text", help="default: text")
     add_manifest(parser)
+    add_schema(parser, "bisect")
     parser.set_defaults(run=run)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from afdpatch.cli.pin import SOURCE_HELP, add_manifest, source_tree
+from afdpatch.cli.pin import SOURCE_HELP, add_manifest, add_schema, source_tree
 from afdpatch.cli.progress import markdown_table, progress
 from afdpatch.registry import Lock, Manifest, OtherVersion, PatchError, identify, lock_path
 from afdpatch.registry.compat import Column, Standing, TreeView, examine
@@ -54,6 +54,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--format", choices=("text", "json", "markdown"), default="text", help="default: text")
     add_manifest(parser)
     parser.add_argument("--probe", action="store_true", help="also ask each remove_when, for the installed package")
+    add_schema(parser, "compat")
     parser.set_defaults(run=run)
 
 
@@ -130,9 +131,10 @@ def column(lock: Lock, path: Path, source: str, *, probe: bool = False) -> Colum
     identity = identify(tree, manifest.distributions if installed else ())
     probes = None
     if installed and probe:
+        from afdpatch.cli._registry import COMPILE_PROBE
         from afdpatch.registry.probe import run_probes
 
-        probes = run_probes(manifest.entries)
+        probes = run_probes(manifest.entries, COMPILE_PROBE)
         failed = {name: text for name, text in probes.items() if isinstance(text, str)}
         for name, text in failed.items():
             raise PatchError("its remove_when could not be evaluated", patch_id=name, found=text)

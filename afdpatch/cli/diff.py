@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from afdpatch.cli.compat import STYLES, fresh_lock
-from afdpatch.cli.pin import SOURCE_HELP, add_manifest, add_source, source_tree
+from afdpatch.cli.pin import SOURCE_HELP, add_manifest, add_schema, add_source, source_tree
 from afdpatch.registry import PatchError
 from afdpatch.registry.drift import Drift, SymbolDrift, three_way
 from afdpatch.registry.plugins import manifest_file
@@ -46,6 +46,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--format", choices=("text", "json", "markdown"), default="text", help="default: text")
     add_manifest(parser)
+    add_schema(parser, "diff")
     parser.set_defaults(run=run)
 
 

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from afdpatch.cli._registry import Opened, add_options, guarded, opened
+from afdpatch.cli.pin import add_schema
 from afdpatch.registry.explain import Explanation, Reference, explain
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("id", metavar="ID", help="the patch (afdpatch list shows them)")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="how to print (default: text)")
     add_options(parser)
+    add_schema(parser, "explain")
     parser.set_defaults(run=run)
 
 

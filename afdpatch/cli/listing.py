@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from afdpatch.cli._registry import add_options, guarded, manifest_path
+from afdpatch.cli.pin import add_schema
 from afdpatch.registry import Entry, Manifest
 
 DESCRIPTION = """\
@@ -42,6 +43,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--process", help="only what this kind of process uses (api, engine-core, worker)")
     parser.add_argument("--seam", help="only this seam's")
     add_options(parser, source=False)
+    add_schema(parser, "list")
     parser.set_defaults(run=run)
 
 

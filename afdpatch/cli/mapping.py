@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from afdpatch.cli._registry import add_options, guarded, manifest_path, opened
+from afdpatch.cli.pin import add_schema
 from afdpatch.registry.chain import Chain, trace
 
 DESCRIPTION = """\
@@ -46,6 +47,7 @@ def add_parser(subparsers: Any) -> None:
         "--chain", type=Path, metavar="FILE", help="the chain (default: NAME.chain.yaml beside the manifest NAME.yaml)"
     )
     add_options(parser)
+    add_schema(parser, "map")
     parser.set_defaults(run=run)
 
 

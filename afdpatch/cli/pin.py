@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from afdpatch.registry import Lock, Manifest, PatchError, SourceTree, identify, lock_path
+from afdpatch.registry import Lock, Manifest, PatchError, SourceTree, identify, lock_path, packaged_manifest
 from afdpatch.registry.plugins import manifest_file
 from afdpatch.registry.releases import Release, release_path
 
@@ -102,6 +103,28 @@ def add_manifest(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|NAME",
         help="the manifest's file, or the name of one that an installed plug-in declares (default: afd, our own)",
     )
+
+
+class Schema(argparse.Action):
+    """`--schema`: prints the JSON Schema of a command's `--format json`, and nothing else, whatever else is given."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, const: str, **_: Any) -> None:
+        text = "print the JSON Schema of --format json, and nothing else"
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, const=const, help=text)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(schema_path(self.const).read_text(encoding="utf-8"), end="")
+        parser.exit()
+
+
+def schema_path(command: str) -> Path:
+    """The published JSON Schema of a command's `--format json`."""
+    return packaged_manifest("afdpatch.manifests", "afd").parent / "schemas" / f"{command}.json"
+
+
+def add_schema(parser: argparse.ArgumentParser, command: str) -> None:
+    """Adds `--schema`."""
+    parser.add_argument("--schema", action=Schema, const=command)
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from afdpatch.cli._registry import add_options, guarded, opened
-from afdpatch.registry import Report, packaged_manifest
+from afdpatch.cli.pin import add_schema
+from afdpatch.registry import Report
 from afdpatch.registry.marks import Marks
 from afdpatch.registry.reports import FORMATS, render
 
@@ -30,6 +31,8 @@ exit codes, the first that applies (a run without findings ends with 0):
   8  another release, or another commit, than the pinned one
   3  a target, a relied-on symbol or a holder is absent
   5  the manifest was edited after the lock was made, or the lock cannot be read
+  2  a target can't be patched soundly, as its source shows
+  7  the original is kept by others: a default argument, a table, a subclass, an import that is not among the holders
   4  a target or a relied-on symbol has drifted (its body or its interface)
   6  --probe: the reason for a patch is gone
   1  --probe: a remove_when function could not be evaluated
@@ -53,17 +56,12 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="also ask each patch's remove_when, in a process of its own, which may import the package",
     )
-    parser.add_argument(
-        "--schema", action="store_true", help="print the JSON Schema of --format json, and nothing else"
-    )
+    add_schema(parser, "verify")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
-    if args.schema:
-        print(schema_path().read_text(encoding="utf-8"), end="")
-        return 0
     if args.probe and args.source is not None:
         print("afdpatch verify: --probe asks the installed package; it doesn't go with --source", file=sys.stderr)
         return 2
@@ -91,8 +89,3 @@ def show(report: Report, marks: Marks, form: str, output: Path | None) -> None:
         print_report(report, marks, console())
     else:
         sys.stdout.write(render(report, marks, form))
-
-
-def schema_path() -> Path:
-    """The published JSON Schema of `--format json`."""
-    return packaged_manifest("afdpatch.manifests", "afd").parent / "schemas" / "verify.json"

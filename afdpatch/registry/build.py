@@ -13,7 +13,16 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from afdpatch.registry import forms, references
-from afdpatch.registry.errors import Conflict, NotInEffect, PatchError, TargetAbsent, TargetDrifted
+from afdpatch.registry.errors import (
+    HELD,
+    HELD_EXPECTED,
+    HELD_TODO,
+    Conflict,
+    NotInEffect,
+    PatchError,
+    TargetAbsent,
+    TargetDrifted,
+)
 from afdpatch.registry.forms import describe, function_of, is_function, owner_of
 from afdpatch.registry.journal import Slot, claimed
 from afdpatch.registry.manifest import Entry
@@ -103,9 +112,7 @@ def load(entry: Entry, name: str) -> Any:
     """
     module, _, qualname = name.partition(":")
     try:
-        value: Any = importlib.import_module(module)
-        for part in qualname.split("."):
-            value = getattr(value, part)
+        return forms.attribute(importlib.import_module(module), qualname)
     except PatchError:
         raise
     except Exception as error:
@@ -117,7 +124,6 @@ def load(entry: Entry, name: str) -> Any:
             found=f"{type(error).__name__}: {error}",
             todo="correct the module, or the manifest and then `afdpatch pin`",
         ) from error
-    return value
 
 
 # ---- the target ----------------------------------------------------------------------------------------------------
@@ -242,7 +248,7 @@ def _value(entry: Entry, owner: Any, place: Any, name: str, symbol: Symbol, tree
     if not isinstance(raw, forms.SHARED):
         _check_left(entry, references.holders(raw, place, name, _ours(entry), entry.holders))
         return Target(owner, name, raw, raw)
-    names = import_names(tree, entry, place, [name for name, _ in forms.loaded(entry.package)])
+    names = import_names(tree, entry, place, [name for name, _ in references.loaded(entry.package)])
     left = [f"{module}.{name}" for module in names if module not in entry.holders for name in names[module]]
     _check_left(entry, left + captures(tree, [entry.module, *entry.holders], name))
     return Target(owner, name, raw, raw, names)
@@ -263,14 +269,12 @@ def _check_left(entry: Entry, left: list[str]) -> None:
     if left:
         shown = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
         raise NotInEffect(
-            "the original is held by others, who would go on using it",
+            HELD,
             patch_id=entry.id,
             symbol=entry.target,
-            expected="no modules that did `from … import` of it but its holders, and no partial, default argument, "
-            "table, cache or bound method of it",
+            expected=HELD_EXPECTED,
             found=shown,
-            todo="add modules of the package to the entry's holders, then `afdpatch pin`; for the rest, let the entry "
-            "come into effect earlier, or patch what holds it",
+            todo=HELD_TODO,
         )
 
 
@@ -312,9 +316,11 @@ def _wrapped(entry: Entry, factory: Any, original: FunctionType) -> FunctionType
 def _own_name(entry: Entry, value: Any, original: FunctionType) -> FunctionType:
     """Checks a `replace` function: that its own name leads to it, so that it pickles."""
     ours = _plain_function(entry, value, "the replacement")
-    found: object = sys.modules.get(ours.__module__)
-    for part in ours.__qualname__.split("."):
-        found = getattr(found, part, None)
+    found: object
+    try:
+        found = forms.attribute(sys.modules.get(ours.__module__), ours.__qualname__)
+    except AttributeError:
+        found = None
     if found is not ours:
         raise PatchError(
             "the replacement's own name doesn't lead to it, so it wouldn't pickle",

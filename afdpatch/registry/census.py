@@ -69,13 +69,19 @@ def _starred(
 
 def held_names(tree: SourceTree, module: str, target: str) -> set[str]:
     """The names under which a module holds the target by imports that run when the module is imported."""
+    return set(held_lines(tree, module, target))
+
+
+def held_lines(tree: SourceTree, module: str, target: str) -> dict[str, int]:
+    """As `held_names`, each with the line of its import."""
     source = tree.file(module) if module != target.partition(":")[0] else None
     if source is None:
-        return set()
+        return {}
     try:
-        return {name for node in _imports(source.tree.body) for name in _given(tree, source, node, target)}
+        imports = list(_imports(source.tree.body))
     except SymbolAbsent:
-        return set()
+        return {}
+    return {name: node.lineno for node in imports for name in _given(tree, source, node, target)}
 
 
 def _given(tree: SourceTree, source: SourceFile, node: ast.ImportFrom, target: str) -> Iterator[str]:

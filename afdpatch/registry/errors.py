@@ -92,6 +92,18 @@ class NotInEffect(PatchError):
     exit_code = 7
 
 
+HELD = "the original is held by others, who would go on using it"
+"""The message of the one refusal that `verify` finds in source and `apply` by identity, and what else they say."""
+HELD_EXPECTED = (
+    "no modules that did `from … import` of it but its holders, and no partial, default argument, table, cache, "
+    "subclass or bound method of it"
+)
+HELD_TODO = (
+    "add modules of the package to the entry's holders, then `afdpatch pin`; for the rest, let the entry come into "
+    "effect earlier (`when: always`), or patch what holds it"
+)
+
+
 class OtherVersion(PatchError):
     """The package's version is not one that a lock was made for. Exit code 8."""
 

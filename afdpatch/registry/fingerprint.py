@@ -66,7 +66,10 @@ def words(definitions: Sequence[ast.AST], count: int = 8) -> tuple[str, ...]:
 def _inside(node: ast.AST) -> object:
     if isinstance(node, (*Function, ast.ClassDef)):
         return _Block(node.body)
-    return getattr(node, "value", None)
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return node
+    own = (getattr(node, name, None) for name in ("value", "iter", "items", "test", "subject"))
+    return next((value for value in own if value is not None), None)
 
 
 def _head(node: ast.AST) -> str:

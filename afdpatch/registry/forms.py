@@ -6,14 +6,14 @@ What can't be replaced soundly is refused here, with the reason.
 from __future__ import annotations
 
 import functools
-import sys
 from types import FunctionType, ModuleType
 from typing import Any, TypeGuard
 
 from afdpatch.registry import references
-from afdpatch.registry.errors import Conflict, Unpatchable
+from afdpatch.registry.errors import HELD, HELD_EXPECTED, HELD_TODO, NotInEffect, Unpatchable
 from afdpatch.registry.journal import MISSING
 from afdpatch.registry.manifest import Entry
+from afdpatch.registry.unsound import REASONS
 
 SHARED = (bool, int, float, complex, str, bytes, type(None), tuple, frozenset)
 """Types of values that may be one object for many reasons: who holds one says nothing of where it was got."""
@@ -23,16 +23,6 @@ _FORMS: dict[type, str] = {
     classmethod: "classmethod",
     property: "property",
     functools.cached_property: "cached_property",
-}
-_REASONS: dict[str, str] = {
-    "functools._lru_cache_wrapper": "its cache would go on answering, and cache_clear and cache_info would be gone",
-    "functools.partial": "it is a functools.partial; patch the function that it calls",
-    "functools.partialmethod": "it is a functools.partialmethod, which torch.compile refuses; patch what it calls",
-    "functools.singledispatchmethod": "its implementations are in a table; patch one of them by its own name",
-    "builtins.builtin_function_or_method": "it is made of C; patch the Python function that calls it",
-    "builtins.method_descriptor": "it is made of C; patch the Python function that calls it",
-    "builtins.wrapper_descriptor": "it is made of C; patch the Python function that calls it",
-    "builtins.member_descriptor": "it is a slot of a class with __slots__",
 }
 
 
@@ -44,6 +34,13 @@ def is_function(value: object) -> TypeGuard[FunctionType]:
 def form_of(raw: Any) -> str | None:
     """`function`, `staticmethod`, `classmethod`, `property` or `cached_property`; None for any other object."""
     return _FORMS.get(type(raw))
+
+
+def attribute(value: Any, qualname: str) -> Any:
+    """What a dotted name leads to from an object. Raises AttributeError where it doesn't."""
+    for part in qualname.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def function_of(raw: Any) -> Any:
@@ -71,7 +68,7 @@ def shaped(raw: Any, owner: Any, name: str, ours: FunctionType) -> Any:
 def unpatchable(entry: Entry, raw: Any) -> Unpatchable | None:
     """Why an object that the pinned source defines as a function can't be patched, or None if it can."""
     kind = f"{type(raw).__module__}.{type(raw).__qualname__}"
-    reason = _REASONS.get(kind)
+    reason = REASONS.get(kind)
     if reason is None:
         return None
     return Unpatchable(
@@ -91,7 +88,7 @@ def check_class(entry: Entry, original: type, ours: Any) -> None:
 
     Raises:
         Unpatchable: ours is no subclass of it or is abstract where it isn't.
-        Conflict: subclasses or instances of it exist already; they are named.
+        NotInEffect: subclasses or instances of it exist already; they are named.
     """
     if not (isinstance(ours, type) and issubclass(ours, original) and ours is not original):
         raise Unpatchable(
@@ -114,13 +111,8 @@ def check_class(entry: Entry, original: type, ours: Any) -> None:
     if left or alive:
         found = [f"subclasses: {', '.join(sorted(left))}"] if left else []
         found += [f"{alive} instance(s) of it"] if alive else []
-        raise Conflict(
-            "the class is in use already",
-            patch_id=entry.id,
-            symbol=entry.target,
-            expected="neither subclasses nor instances that would keep the old class",
-            found="; ".join(found),
-            todo="patch its methods in place, or let the entry come into effect before them (when: always)",
+        raise NotInEffect(
+            HELD, patch_id=entry.id, symbol=entry.target, expected=HELD_EXPECTED, found="; ".join(found), todo=HELD_TODO
         )
 
 
@@ -191,12 +183,3 @@ def describe(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__module__}.{value.__qualname__}"
     return f"an object of {type(value).__module__}.{type(value).__qualname__}"
-
-
-def loaded(package: str) -> list[tuple[str, ModuleType]]:
-    """The imported modules of a package."""
-    return [
-        (name, module)
-        for name, module in list(sys.modules.items())
-        if name.partition(".")[0] == package and isinstance(module, ModuleType)
-    ]

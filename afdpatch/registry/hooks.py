@@ -1,6 +1,7 @@
-"""Import hooks: to be called when a module has been imported, and to refuse a module for good.
+"""Import hooks: to be called when a module has been imported, each time again, and to refuse a module for good.
 
-wrapt calls the hook; a module whose hook failed once would be imported unpatched the second time, hence the refusals.
+wrapt calls the hook the first time only. A module whose hook failed would be imported unpatched the second time, hence
+the refusals; one that is reloaded, or imported anew, would lose its patches, hence the followers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 from afdpatch.registry.errors import Conflict, PatchError
 
@@ -21,10 +23,12 @@ class ImportHooks:
     Args:
         imported: called with the module's name and the module, once its own code has run and before the importer goes
             on. What it raises fails the import.
+        again: called likewise each time that the code of a followed module has run again.
     """
 
-    def __init__(self, imported: Callable[[str, ModuleType], None]) -> None:
+    def __init__(self, imported: Callable[[str, ModuleType], None], again: Callable[[str, ModuleType], None]) -> None:
         self._imported = imported
+        self._follower = _Follower(again)
         self._watched: set[str] = set()
         self._refusals = _Refusals()
 
@@ -65,17 +69,25 @@ class ImportHooks:
         self._watched.discard(name)
         self._imported(name, module)
 
+    def follow(self, name: str) -> None:
+        """Follows a module that is imported: `importlib.reload` of it, and its import after it left `sys.modules`."""
+        self._follower.names.add(name)
+        if self._follower not in sys.meta_path:
+            sys.meta_path.insert(0, self._follower)
+
     def refuse(self, name: str, error: PatchError) -> None:
         """Lets every later import of a module fail with an error."""
         self._refusals.errors[name] = error
         if self._refusals not in sys.meta_path:
             sys.meta_path.insert(0, self._refusals)
 
-    def allow_all(self) -> None:
-        """Ends all refusals."""
+    def end(self) -> None:
+        """Ends all refusals, and follows no module any more."""
         self._refusals.errors.clear()
-        if self._refusals in sys.meta_path:
-            sys.meta_path.remove(self._refusals)
+        self._follower.names.clear()
+        for finder in (self._refusals, self._follower):
+            if finder in sys.meta_path:
+                sys.meta_path.remove(finder)
 
 
 class _Refusals:
@@ -90,6 +102,60 @@ class _Refusals:
         if fullname in self.errors:
             raise self.errors[fullname]
         return None
+
+
+class _Follower:
+    """A finder that lets the others find, and is told when the module's code has run."""
+
+    def __init__(self, again: Callable[[str, ModuleType], None]) -> None:
+        self.names: set[str] = set()
+        self._again = again
+        self._asking = threading.local()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        asking: set[str] = vars(self._asking).setdefault("names", set())
+        if fullname not in self.names or fullname in asking:
+            return None
+        asking.add(fullname)
+        try:
+            spec = self._others(fullname, path, target)
+        finally:
+            asking.discard(fullname)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _Loader(spec.loader, lambda module: self._again(fullname, module))  # type: ignore[assignment]
+        return spec
+
+    def _others(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+        for finder in list(sys.meta_path):
+            find = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = find(fullname, path, target) if find is not None and finder is not self else None
+            if spec is not None:
+                return spec
+        return None
+
+
+class _Loader:
+    """Runs a module's own loader, which the module and its spec see as theirs, and tells when the code has run."""
+
+    def __init__(self, loader: Any, done: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._done = done
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._done(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 def _half_imported(module: ModuleType) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Final
 
+from afdpatch.registry import references
 from afdpatch.registry.errors import Conflict
 from afdpatch.registry.manifest import Entry
 
@@ -88,6 +89,8 @@ class Record:
         undo: for `install`, what takes it back.
         names: for a value that may be one object for many reasons, the names that hold it by `from … import`, by
             module; None: every name that holds the object.
+        past: of a module whose code ran again, what the target was before, and what stood in its place.
+        broken: its module's code ran again, and the entry could not be put in effect again.
     """
 
     entry: Entry
@@ -96,6 +99,8 @@ class Record:
     slots: list[Slot] = field(default_factory=list)
     undo: Callable[[], object] | None = None
     names: Mapping[str, tuple[str, ...]] | None = None
+    past: list[tuple[Any, Any]] = field(default_factory=list)
+    broken: bool = False
 
     @property
     def entry_id(self) -> str:
@@ -106,7 +111,7 @@ class Record:
     def holds(self) -> bool:
         """Whether everything that the entry changed is still so, as far as that can be seen."""
         imported_again = self.module is not None and sys.modules.get(self.module.__name__) is not self.module
-        return not imported_again and all(slot.holds or _held_below(slot) for slot in self.slots)
+        return not (imported_again or self.broken) and all(slot.holds or _held_below(slot) for slot in self.slots)
 
     @property
     def lost(self) -> list[Slot]:
@@ -130,15 +135,23 @@ class Record:
                 self.slots.append(slot)
                 slot.fill()
 
+    def adopt(self, before: Record) -> None:
+        """Takes over what the entry changed before its module's code ran again: holders and old classes keep ours."""
+        self.slots += before.outside(self.module)
+        self.past += [*before.past, (before.original, before.slots[0].after)] if before.slots else before.past
+
+    def outside(self, module: ModuleType | None) -> list[Slot]:
+        """The slots that are not in a module itself, whose code ran again and filled its own anew."""
+        return [slot for slot in self.slots if slot.owner is not module]
+
     def reclaim(self) -> None:
         """Gives the original to modules of the package that imported ours by name while it was in effect."""
         if self.module is None or not self.slots or self.slots[0].owner is not self.module:
             return
-        package, ours = self.module.__name__.partition(".")[0], self.slots[0].after
-        for holder, module in list(sys.modules.items()):
-            if holder.partition(".")[0] == package and isinstance(module, ModuleType):
+        for _, module in references.loaded(self.module.__name__.partition(".")[0]):
+            for original, ours in [(self.original, self.slots[0].after), *self.past]:
                 for name in self._names_of(module, ours):
-                    setattr(module, name, self.original)
+                    setattr(module, name, original)
 
 
 _LOCK = threading.RLock()

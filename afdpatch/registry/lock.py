@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from afdpatch.registry import fingerprint
 from afdpatch.registry.census import holders_of
 from afdpatch.registry.errors import LockError, ManifestError, OtherVersion, TargetAbsent
 from afdpatch.registry.identity import identify
+from afdpatch.registry.keepers import Keeper, keepers_of
 from afdpatch.registry.manifest import Entry, Manifest
 from afdpatch.registry.source import SourceTree, Symbol, SymbolAbsent, SymbolMoved
 
-FORMAT = 2
-"""1: without `holders` and without the symbols' `words`."""
+FORMAT = 3
+"""1: without `holders` and without the symbols' `words`. 2: without `keepers`."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Lock:
         files: the sha256 of each file that a target, a relied-on symbol or a holder is in.
         symbols: what each target and relied-on symbol was, by the manifest's name for it.
         holders: for each patched function of a module, every module that held it; the manifest's are among them.
+        keepers: for each patched target that has any, what else keeps the original, or overrides it.
     """
 
     manifest: Manifest
@@ -40,6 +42,7 @@ class Lock:
     files: Mapping[str, str]
     symbols: Mapping[str, Symbol]
     holders: Mapping[str, tuple[str, ...]]
+    keepers: Mapping[str, tuple[Keeper, ...]] = field(default_factory=dict)
 
     @classmethod
     def make(cls, manifest: Manifest, tree: SourceTree, *, installed: bool = False) -> Lock:
@@ -75,11 +78,19 @@ class Lock:
             for holder in entry.holders:
                 _check_holder(entry, holder, tree)
         holders = census(manifest, tree)
-        for name in sorted({name for names in holders.values() for name in names}):
+        keepers: dict[str, tuple[Keeper, ...]] = {}
+        for entry in manifest.entries:
+            if entry.patches_target:
+                kind = symbols[entry.target].kind
+                found = keepers_of(tree, entry.target, kind, holders.get(entry.target, ()))
+                found = tuple(item for item in found if item.kind != "import" or item.module not in entry.holders)
+                keepers |= {entry.target: found} if found else {}
+        modules = {name for names in holders.values() for name in names}
+        for name in sorted(modules | {keeper.module for found in keepers.values() for keeper in found}):
             source = tree.file(name)
             if source is not None:
                 files[source.file] = source.sha256
-        return cls(manifest, manifest_digest(manifest), files, symbols, holders)
+        return cls(manifest, manifest_digest(manifest), files, symbols, holders, keepers)
 
     @classmethod
     def parse(cls, text: str, *, source: str) -> Lock:
@@ -107,7 +118,8 @@ class Lock:
             manifest = Manifest.parse(data["manifest"], source=source)
             symbols = {name: symbol_of(name, value) for name, value in data["symbols"].items()}
             holders = {name: tuple(modules) for name, modules in data["holders"].items()}
-            lock = cls(manifest, data["digest"], dict(data["files"]), symbols, holders)
+            keepers = {name: tuple(Keeper(**item) for item in found) for name, found in data["keepers"].items()}
+            lock = cls(manifest, data["digest"], dict(data["files"]), symbols, holders, keepers)
         except (ValueError, KeyError, TypeError, AttributeError, ManifestError) as error:
             raise LockError(f"{source}: not a lock", found=f"{type(error).__name__}: {error}", todo=todo) from error
         missing = [name for entry in manifest.entries for name in entry.symbols if name not in symbols]
@@ -143,6 +155,7 @@ class Lock:
             "files": dict(self.files),
             "symbols": {name: symbol_data(symbol) for name, symbol in self.symbols.items()},
             "holders": {name: list(modules) for name, modules in self.holders.items()},
+            "keepers": {name: [asdict(keeper) for keeper in found] for name, found in self.keepers.items()},
         }
         return json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 

@@ -45,6 +45,7 @@ class Entry:
         holders: modules that hold the target by `from x import y`; rebound with it.
         relies: symbols that the replacement stands on: pinned, not patched.
         remove_when: `module:name` of a function; when it returns true, the entry is obsolete.
+        probe: `module:name` of a function that `verify --probe` calls; true: the entry does what it should.
         since: the release of the manifest's own project that has the entry for the first time.
         after: entries that come first wherever both are used: an `id` of this manifest, or `manifest/id` of another,
             which may patch the same target.
@@ -64,6 +65,7 @@ class Entry:
     holders: tuple[str, ...] = ()
     relies: tuple[str, ...] = ()
     remove_when: str | None = None
+    probe: str | None = None
     since: str | None = None
     after: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
@@ -109,7 +111,7 @@ _ENTRY_REQUIRED = ("id", "seam", "target", "kind", "when", "why")
 _ENTRY_LISTS = ("roles", "processes", "holders", "relies", "after", "conflicts")
 _HEADER_REQUIRED = ("manifest", "package", "distributions", "version", "commit", "patches")
 _HEADER_KEYS = (*_HEADER_REQUIRED, "repository")
-_OPTIONAL = ("repository", "since", "after", "conflicts")
+_OPTIONAL = ("repository", "probe", "since", "after", "conflicts")
 """Keys that the frozen form has only where the manifest gives them."""
 
 
@@ -225,6 +227,7 @@ def _entry(raw: object, index: int, package: str, source: str) -> Entry:
         ("relies", entry.relies),
         ("replacement", () if entry.replacement is None else (entry.replacement,)),
         ("remove_when", () if entry.remove_when is None else (entry.remove_when,)),
+        ("probe", () if entry.probe is None else (entry.probe,)),
     ):
         for symbol in symbols:
             _match(symbol, _SYMBOL, key, where, expected="module:Qualified.name")

@@ -41,7 +41,7 @@ class PatchSet:
         self._lock: Lock | None = None
         self._calls = threading.RLock()
         self._journal = Journal()
-        self._hooks = ImportHooks(self._imported)
+        self._hooks = ImportHooks(self._imported, self._again)
         self._armed = False
         self._generation = 0
         self._pending: dict[str, Entry] = {}
@@ -164,7 +164,7 @@ class PatchSet:
                 self._processes.clear()
                 self._failure = None
                 records = self._journal.take()
-            self._hooks.allow_all()
+            self._hooks.end()
             self._journal.revert(records)
 
     @contextmanager
@@ -294,6 +294,10 @@ class PatchSet:
         generation = self._generation
 
         def commit(records: list[Record]) -> None:
+            for record in records:
+                before = self._journal.get(record.entry_id)
+                if before is not None:
+                    record.adopt(before)
             self._journal.add(records)
             self._checked |= {entry.id: entry for entry in entries}
             for entry in entries:
@@ -302,6 +306,8 @@ class PatchSet:
         # In an import hook, another thread's undo() may come in between: then the import goes on, unpatched.
         transact(entries, self._need_lock(), self._journal, present, lambda: self._generation == generation, commit)
         for entry in entries:
+            if entry.patches_target and self._journal.get(entry.id) is not None:
+                self._hooks.follow(entry.module)
             for holder in entry.holders:
                 self._follow(entry, holder)
 
@@ -338,6 +344,28 @@ class PatchSet:
                 if record is not None and name in entry.holders:
                     record.sweep(name)
 
+    def _again(self, name: str, module: ModuleType) -> None:
+        """Called when a patched module's code has run again: all that it had is put in effect in what is there now."""
+        with self._journal.lock:
+            records = [
+                record
+                for record in self._journal.records.values()
+                if record.module is not None and record.module.__name__ == name
+            ]
+            failure = self._failure
+        try:
+            if failure is not None and records:
+                raise failure[0]
+            with self._sticky():
+                self._transaction([record.entry for record in records], {name: module})
+        except BaseException:
+            with self._journal.lock:
+                for record in records:
+                    if self._journal.get(record.entry_id) is record:
+                        # Its old slots are gone with the module's old contents: nothing must be put back there.
+                        record.broken, record.slots = True, record.outside(module)
+            raise
+
     # ---- small things -----------------------------------------------------------------------------------------------
 
     def _require_kept(self) -> None:
@@ -350,7 +378,7 @@ class PatchSet:
                     "somebody took it out of effect, or imported its target past the import hook",
                     patch_id=name,
                     symbol=record.entry.target if record is not None else None,
-                    found=", ".join(over) or "its module was imported anew",
+                    found=", ".join(over) or "its module was imported anew, past its hook",
                     todo="see what assigns to its target, reloads its module or replaces sys.meta_path",
                 )
 

@@ -1,6 +1,7 @@
 """Asks the `remove_when` functions, in a process of their own: they may import the package, and need it unpatched.
 
-Traced entries that patch something are tried under torch.compile, in another one (`compile_probe`).
+So are the entries' own probes. Traced entries that patch something are tried under torch.compile, by a module that the
+caller names, since nothing here knows torch.
 
 `python -m afdpatch.registry.probe FILE NAME...` writes a JSON object: for each name true, false or an error's text.
 """
@@ -17,43 +18,61 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from afdpatch.registry.forms import attribute
 from afdpatch.registry.manifest import Entry
 
 TIMEOUT_S = 600
 
 
-def run_probes(entries: Iterable[Entry]) -> dict[str, bool | str]:
-    """Asks each entry's `remove_when`, and tries each traced entry under torch.compile.
+def run_probes(entries: Iterable[Entry], compiler: str | None = None) -> dict[str, bool | str]:
+    """Asks each entry's `remove_when` and `probe`, and tries each traced entry that patches under torch.compile.
+
+    Args:
+        entries: what to ask.
+        compiler: as for `compile_probes`; None: nothing is tried under torch.compile.
 
     Returns:
-        For each entry that has either: true if the entry is obsolete, false if it is fine, or an error's text: why that
-        is not known, or, beginning with `torch.compile: `, why compiled code would not run the replacement.
+        For each entry that has any: true if the entry is obsolete, false if it is fine, or an error's text: why that
+        is not known, or, beginning with `torch.compile: ` or `probe: `, why compiled code would not run the
+        replacement, or what the entry's own probe said.
     """
     entries = list(entries)
-    results = _removals({entry.id: entry.remove_when for entry in entries if entry.remove_when})
-    compiled = compile_probes(entry for entry in entries if entry.path == "traced" and entry.patches_target)
-    for name, outcome in compiled.items():
-        if outcome is not True:
-            results[name] = f"torch.compile: {outcome}"
-        else:
-            results.setdefault(name, False)
+    removals = {entry.id: entry.remove_when for entry in entries if entry.remove_when}
+    probes = {entry.id: entry.probe for entry in entries if entry.probe}
+    answers = _asked([*removals.values(), *probes.values()])
+    results = {entry_id: answers[name] for entry_id, name in removals.items()}
+    own = {entry_id: answers[name] for entry_id, name in probes.items()}
+    tried = {}
+    if compiler is not None:
+        traced = (entry for entry in entries if entry.path == "traced" and entry.patches_target)
+        tried = compile_probes(traced, compiler)
+    for what, outcomes in (("probe", own), ("torch.compile", tried)):
+        for name, outcome in outcomes.items():
+            if outcome is not True:
+                results[name] = f"{what}: {'it returned false' if outcome is False else outcome}"
+            else:
+                results.setdefault(name, False)
     return results
 
 
-def _removals(names: Mapping[str, str]) -> dict[str, bool | str]:
-    if not names:
+def _asked(names: Iterable[str]) -> dict[str, bool | str]:
+    """What functions answer, all asked in one process."""
+    wanted = list(dict.fromkeys(names))
+    if not wanted:
         return {}
-    found, error = _answer([*dict.fromkeys(names.values())], "afdpatch.registry.probe")
-    if error:
-        return dict.fromkeys(names, error)
-    return {entry_id: found[name] for entry_id, name in names.items()}
+    found, error = _answer(wanted, "afdpatch.registry.probe")
+    return dict.fromkeys(wanted, error) if error else found
 
 
-def compile_probes(entries: Iterable[Entry], forms: Mapping[str, str] | None = None) -> dict[str, bool | str]:
+def compile_probes(
+    entries: Iterable[Entry], compiler: str, forms: Mapping[str, str] | None = None
+) -> dict[str, bool | str]:
     """Tries traced entries under torch.compile.
 
     Args:
         entries: what to try.
+        compiler: the module that knows torch.compile: run in a process of its own, with a file for the answer as its
+            argument and a list of `[replacement, kind, form]` as JSON on stdin.
         forms: each target's form, by the entry's id; left out: every form is tried.
 
     Returns:
@@ -67,7 +86,7 @@ def compile_probes(entries: Iterable[Entry], forms: Mapping[str, str] | None = N
         every = ("method", "staticmethod", "classmethod", "property") if "." in entry.qualname else ("function",)
         for form in [forms[entry.id]] if forms is not None else every:
             jobs.append((entry.id, [entry.replacement, entry.kind, form]))
-    found, error = _answer([], "afdpatch.registry.compile_probe", json.dumps([job for _, job in jobs]))
+    found, error = _answer([], compiler, json.dumps([job for _, job in jobs]))
     if error:
         return dict.fromkeys((entry.id for entry in entries), error)
     results: dict[str, bool | str] = {}
@@ -106,9 +125,7 @@ def _ask(name: str) -> bool | str:
     module, _, qualname = name.partition(":")
     try:
         _disarm(module.partition(".")[0])
-        value: object = importlib.import_module(module)
-        for part in qualname.split("."):
-            value = getattr(value, part)
+        value = attribute(importlib.import_module(module), qualname)
         result = value() if callable(value) else value
     except Exception as error:
         return f"{type(error).__name__}: {error}"

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterator
 from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-DEPTH = 6
-"""How many containers are climbed from an object to a name."""
-CLIMBS = 100
-"""How many objects are asked for their holders in one search, so that it ends soon."""
+DEPTH = 8
+"""How many containers are climbed from an object to a name; what lies deeper counts as a holder that isn't known."""
+CLIMBS = 200
+"""How many objects are asked for their holders in one search, so that it ends; what is left counts likewise."""
 _KINDS: dict[type, str] = {
     functools.partial: "functools.partial",
     functools.partialmethod: "functools.partialmethod",
@@ -59,7 +59,8 @@ def holders(
 ) -> list[str]:
     """Everything that holds an object, beside its slot, each in a few words.
 
-    Frames are not counted, nor are containers that only frames hold: the locals of a running function.
+    Frames are not counted, nor are containers that only frames hold: the locals of a running function. A search that
+    comes to its limits says so as one more holder: it never passes for a complete one.
 
     Args:
         value: the object.
@@ -83,7 +84,12 @@ class _Search:
 
     def climb(self, value: object, via: str, depth: int) -> Iterator[str]:
         """The names that lead to an object; `via` is what lies between the original and it."""
-        if id(value) in self._seen or depth == 0 or len(self._seen) >= CLIMBS:
+        if id(value) in self._seen:
+            return
+        if depth == 0 or len(self._seen) >= CLIMBS:
+            # Fail closed: whoever is behind this may go on using the original.
+            limit = f"{DEPTH} containers" if depth == 0 else f"{CLIMBS} objects"
+            yield f"{via if depth == 0 else ''}holders that aren't known: the search ends after {limit}"
             return
         self._seen.add(id(value))
         referrers = gc.get_referrers(value)
@@ -160,12 +166,16 @@ class _Search:
 
 def module_names(value: object, package: str | None = None) -> list[str]:
     """The names, as `module.name`, by which modules (of one package) hold an object."""
+    modules = loaded(package)
+    return [f"{name}.{key}" for name, module in modules for key, held in list(vars(module).items()) if held is value]
+
+
+def loaded(package: str | None = None) -> list[tuple[str, ModuleType]]:
+    """The imported modules (of one package), by their names."""
     return [
-        f"{name}.{key}"
+        (name, module)
         for name, module in list(sys.modules.items())
         if isinstance(module, ModuleType) and package in (None, name.partition(".")[0])
-        for key, held in list(vars(module).items())
-        if held is value
     ]
 
 

@@ -17,9 +17,12 @@ from typing import Any
 from afdpatch.registry.compat import Absence, TreeView
 from afdpatch.registry.errors import LockError, OtherVersion
 from afdpatch.registry.identity import Identity
-from afdpatch.registry.lock import FORMAT, Lock, census, manifest_digest, symbol_data, symbol_of
+from afdpatch.registry.lock import Lock, census, manifest_digest, symbol_data, symbol_of
 from afdpatch.registry.manifest import Manifest
 from afdpatch.registry.source import SourceTree, Symbol
+
+FORMAT = 2
+"""1: without `holders` and without the symbols' `words`."""
 
 
 @dataclass(frozen=True)

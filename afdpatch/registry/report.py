@@ -8,12 +8,14 @@ from enum import Enum
 from typing import Any
 
 from afdpatch.registry.errors import (
+    NotInEffect,
     Obsolete,
     OtherVersion,
     PatchError,
     StaleLock,
     TargetAbsent,
     TargetDrifted,
+    Unpatchable,
 )
 from afdpatch.registry.identity import Identity
 from afdpatch.registry.lock import Lock
@@ -33,6 +35,12 @@ class Verdict(str, Enum):
 
     STALE_LOCK = "stale-lock"
     """The manifest was edited after the lock was made."""
+
+    UNPATCHABLE = "unpatchable"
+    """What the target is, in source, can't be patched soundly."""
+
+    HELD = "held"
+    """The original is kept by others, who would go on using it: a default argument, a table, a subclass."""
 
     DRIFTED = "drifted"
     """A target's or a relied-on symbol's body or interface changed, or a holder no longer holds its target."""
@@ -72,6 +80,8 @@ _ERRORS: dict[Verdict, type[PatchError]] = {
     Verdict.OTHER_VERSION: OtherVersion,
     Verdict.ABSENT: TargetAbsent,
     Verdict.STALE_LOCK: StaleLock,
+    Verdict.UNPATCHABLE: Unpatchable,
+    Verdict.HELD: NotInEffect,
     Verdict.DRIFTED: TargetDrifted,
     Verdict.OBSOLETE: Obsolete,
     Verdict.PROBE_FAILED: PatchError,
@@ -83,6 +93,8 @@ _MEANINGS: dict[Verdict, str] = {
     Verdict.OTHER_VERSION: "The package is another release, or reports another commit, than the pinned one.",
     Verdict.ABSENT: "A target, a relied-on symbol or a holder isn't where it was pinned.",
     Verdict.STALE_LOCK: "The manifest was edited after the lock was made.",
+    Verdict.UNPATCHABLE: "The target can't be patched soundly.",
+    Verdict.HELD: "The original is kept by others, who would go on using it.",
     Verdict.DRIFTED: "A target or a relied-on symbol changed, or a holder no longer holds its target.",
     Verdict.OBSOLETE: "The reason for the patch is gone.",
     Verdict.PROBE_FAILED: "The function that tells whether the patch is still needed could not be evaluated.",

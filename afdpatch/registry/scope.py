@@ -1,4 +1,4 @@
-"""What a scope binds: the definitions, imports and assignments of a module or a class, found in its syntax tree."""
+"""What a scope binds and deletes: definitions, imports, assignments of every form, found in its syntax tree."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from afdpatch.registry import fingerprint
+
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,10 @@ def kind_of(node: ast.stmt) -> tuple[str, int]:
 
 
 def bindings(statements: Sequence[ast.stmt]) -> dict[str, list[Binding]]:
-    """Every binding of every name in a scope, in the order of the source; `if`, `try`, `with` and loops are entered."""
+    """Every binding and deletion of every name in a scope, in the order of the source.
+
+    `if`, `try`, `with`, `match` and loops are entered.
+    """
     table: dict[str, list[Binding]] = {}
     for node, guard in _statements(statements, ""):
         for name in _names(node):
@@ -63,6 +68,8 @@ def _statements(statements: Sequence[ast.stmt], guard: str) -> Iterator[tuple[as
             yield from _statements(getattr(node, field, []), f"{guard}/{kind}.{field} {test}")
         for handler in getattr(node, "handlers", []):
             yield from _statements(handler.body, f"{guard}/{kind}.except {fingerprint.normalise(handler.type)}")
+        for case in getattr(node, "cases", []):
+            yield from _statements(case.body, f"{guard}/{kind}.case {fingerprint.normalise(case.pattern)}")
 
 
 def _names(node: ast.stmt) -> Iterator[str]:
@@ -70,8 +77,32 @@ def _names(node: ast.stmt) -> Iterator[str]:
         yield node.name
     elif isinstance(node, ast.Import | ast.ImportFrom):
         yield from (_bound(node, alias) for alias in node.names)
-    elif isinstance(node, ast.Assign):
-        stored = (name for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name))
-        yield from (name.id for name in stored if isinstance(name.ctx, ast.Store))
-    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        yield node.target.id
+    else:
+        yield from dict.fromkeys(name for part in _own_parts(node) for name in _bound_in(part))
+
+
+def _own_parts(node: ast.stmt) -> Iterator[ast.AST]:
+    """What a statement evaluates and binds itself: all but the statements in it."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ExceptHandler | ast.match_case):
+            yield from (part for part in ast.iter_child_nodes(child) if not isinstance(part, ast.stmt))
+            if isinstance(child, ast.ExceptHandler) and child.name:
+                yield ast.Name(child.name, ast.Store())
+        elif not isinstance(child, ast.stmt):
+            yield child
+
+
+def _bound_in(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Lambda):
+        return
+    if isinstance(node, _COMPREHENSIONS):  # their variables are their own; only `:=` reaches out
+        yield from (item.target.id for item in ast.walk(node) if isinstance(item, ast.NamedExpr))
+        return
+    if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+        yield node.id
+    elif isinstance(node, ast.MatchAs | ast.MatchStar) and node.name:
+        yield node.name
+    elif isinstance(node, ast.MatchMapping) and node.rest:
+        yield node.rest
+    for child in ast.iter_child_nodes(node):
+        yield from _bound_in(child)

@@ -256,6 +256,10 @@ class SourceTree:
         assert source is not None, found.file
         return source, nodes
 
+    def class_of(self, source: SourceFile, base: ast.expr) -> str | None:
+        """Where a base class, as a class statement of a file names it, is defined; None if that can't be followed."""
+        return _class_of(self, source, base)
+
     def definition(self, module: str, qualname: str) -> str:
         """Where a name of a module is defined: `from x import y` is followed as far as it can be."""
         return _definition(self, module, qualname)
@@ -278,7 +282,9 @@ def _resolve(tree: SourceTree, asked: str, symbol: str, seen: tuple[str, ...]) -
     parts = qualname.split(".")
     for index, part in enumerate(parts):
         found = bindings(owners[-1].body).get(part, []) if owners else source.top(part)
-        defined = [item for item in found if not isinstance(item.node, ast.Import | ast.ImportFrom)]
+        defined = [item for item in found if not isinstance(item.node, ast.Import | ast.ImportFrom | ast.Delete)]
+        if found and isinstance(found[-1].node, ast.Delete):
+            raise SymbolAbsent(f"{source.file}:{found[-1].node.lineno} deletes {part!r}")
         if not defined and owners:
             return _inherited(tree, asked, symbol, source, owners[-1], ".".join(parts[index:]), (*seen, symbol))
         if not defined:
@@ -290,20 +296,34 @@ def _resolve(tree: SourceTree, asked: str, symbol: str, seen: tuple[str, ...]) -
                     f"{module}:{'.'.join(parts[: index + 1])} is not a class ({source.file}:{owner.lineno})"
                 )
             owners.append(owner)
-    nodes = [item.node for item in defined]
-    kind, decorators = kind_of(nodes[-1])
+    # What an import or a star after it may put in its place is a part of it too.
+    last = defined[-1].node
+    later = _set_later(source, qualname) if owners else source.top("*")
+    found = [*found, *(item for item in later if item.node.lineno > last.lineno)]
+    nodes = [item.node for item in found]
+    kind, decorators = kind_of(last)
     result = Symbol(
         name=asked,
         defined_as=symbol,
         kind=kind,
         file=source.file,
-        line=nodes[-1].lineno,
+        line=last.lineno,
         decorators=decorators,
         body=fingerprint.body(nodes),
-        interface=fingerprint.interface(nodes, [item.guard for item in defined], owners),
+        interface=fingerprint.interface(nodes, [item.guard for item in found], owners),
         files=files,
     )
-    return result, nodes
+    return result, [item for item in nodes if item is not last] + [last]
+
+
+def _set_later(source: SourceFile, qualname: str) -> list[Binding]:
+    """The statements of a module that assign to an attribute of one of its classes: `Engine.run = faster`."""
+    return [
+        Binding(node, "")
+        for node in source.tree.body
+        if isinstance(node, ast.Assign)
+        and any(isinstance(target, ast.Attribute) and ast.unparse(target) == qualname for target in node.targets)
+    ]
 
 
 def _file_of(tree: SourceTree, symbol: str) -> str:

@@ -8,10 +8,11 @@ from types import ModuleType
 
 from afdpatch.registry.build import Built, build
 from afdpatch.registry.errors import Conflict, NotInEffect, PatchError, TargetAbsent
-from afdpatch.registry.forms import describe, loaded, owner_of
+from afdpatch.registry.forms import describe, owner_of
 from afdpatch.registry.journal import Journal, Record, claimed
 from afdpatch.registry.lock import Lock
 from afdpatch.registry.manifest import Entry
+from afdpatch.registry.references import loaded
 from afdpatch.registry.source import SourceTree, Symbol
 from afdpatch.registry.verify import check_entry
 
@@ -60,7 +61,7 @@ def transact(
             if wanted():
                 journal.check_conflicts(entries)
                 for item in built:
-                    _fill(item, records)
+                    _fill(item, records, journal)
                 _read_back(records, lock.manifest.package)
                 commit(records)
                 records = []
@@ -106,7 +107,7 @@ def _installed(item: Built) -> Record:
     return Record(item.entry, undo=undo)
 
 
-def _fill(item: Built, records: list[Record]) -> None:
+def _fill(item: Built, records: list[Record], journal: Journal) -> None:
     """Fills an entry's slots; its record is in the list before anything is touched."""
     if item.slot is None or item.target is None:
         return
@@ -122,9 +123,10 @@ def _fill(item: Built, records: list[Record]) -> None:
             todo="let one patch begin when the other has ended",
         )
     after = item.slot.after
-    if target.names is None and (
-        claimed(after) or any(other.slots[0].after is after for other in records[:-1] if other.slots)
-    ):
+    claim = claimed(after)
+    if claim is not None and claim[1] is journal.get(item.entry.id):
+        claim = None  # its module's code ran again, and the same function stands in the old place
+    if target.names is None and (claim or any(other.slots[0].after is after for other in records[:-1] if other.slots)):
         raise Conflict(
             "its replacement stands in another target already, and could not be told from it when it is taken back",
             patch_id=item.entry.id,

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from afdpatch.registry.census import holders_of
+from afdpatch.registry.errors import HELD, HELD_EXPECTED, HELD_TODO
 from afdpatch.registry.identity import Identity
+from afdpatch.registry.keepers import Keeper, keepers_of
 from afdpatch.registry.lock import Lock, manifest_digest
 from afdpatch.registry.manifest import Entry, Manifest
 from afdpatch.registry.moved import Candidate, find_moved
 from afdpatch.registry.report import EntryReport, Finding, Report, Verdict
 from afdpatch.registry.source import SourceTree, Symbol, SymbolAbsent, SymbolMoved
+from afdpatch.registry.unsound import why_unpatchable
 
 
 def verify(
@@ -39,7 +42,12 @@ def verify(
     entries = []
     for entry in lock.manifest.entries:
         found, here = check_entry(entry, lock, tree)
-        found += _new_holders(entry, lock, tree)
+        holders = holders_of(tree, entry.target) if entry.target in lock.holders else ()
+        found += _new_holders(entry, lock, tree, holders)
+        if entry.patches_target and entry.target in here:
+            kind = here[entry.target].kind
+            found += _unpatchable(entry, here[entry.target], tree)
+            found += _keepers(entry, lock, keepers_of(tree, entry.target, kind, holders))
         found += _probe_findings(entry, (probes or {}).get(entry.id, False))
         symbol = here.get(entry.target, lock.symbols[entry.target])
         entries.append(EntryReport(entry=entry, file=symbol.file, line=symbol.line, findings=tuple(found)))
@@ -84,6 +92,8 @@ def check_entry(
         findings += _compare(name, pinned, here[name], "target" if name == entry.target else "relied-on symbol")
     for holder in entry.holders:
         findings += _check_holder(entry, holder, lock, tree, trust_hashes)
+    if trust_hashes:
+        findings += _held(entry, lock.keepers.get(entry.target, ()))
     return findings, here
 
 
@@ -144,16 +154,10 @@ def _check_holder(entry: Entry, holder: str, lock: Lock, tree: SourceTree, trust
     return [Finding(Verdict.DRIFTED, message, expected, found, todo, symbol=holder, file=source.file, line=1)]
 
 
-def new_holders(entry: Entry, lock: Lock, tree: SourceTree) -> tuple[str, ...]:
+def _new_holders(entry: Entry, lock: Lock, tree: SourceTree, holders: Sequence[str]) -> list[Finding]:
     """The modules that hold a patched function in a tree and didn't when it was pinned."""
-    if entry.target not in lock.holders:
-        return ()
-    return tuple(name for name in holders_of(tree, entry.target) if name not in lock.holders[entry.target])
-
-
-def _new_holders(entry: Entry, lock: Lock, tree: SourceTree) -> list[Finding]:
     findings = []
-    for name in new_holders(entry, lock, tree):
+    for name in (name for name in holders if name not in lock.holders[entry.target]):
         source = tree.file(name)
         findings.append(
             Finding(
@@ -168,6 +172,66 @@ def _new_holders(entry: Entry, lock: Lock, tree: SourceTree) -> list[Finding]:
             )
         )
     return findings
+
+
+def _keepers(entry: Entry, lock: Lock, found: Sequence[Keeper]) -> list[Finding]:
+    """Who keeps the original in a tree: those in the way, and those that the lock doesn't know."""
+    findings = _held(entry, found)
+    known = {keeper.identity for keeper in lock.keepers.get(entry.target, ())}
+    for keeper in found:
+        if keeper.kind != "import" and keeper.identity not in known and not keeper.in_the_way(entry):
+            what = {"override": "overrides the target", "subclass": "is a subclass of the target"}
+            findings.append(
+                Finding(
+                    verdict=Verdict.DRIFTED,
+                    message="somebody keeps or overrides the target that didn't",
+                    expected=f"{len(known)} that were pinned" if known else "nobody",
+                    found=f"{keeper.where} {what.get(keeper.kind, 'may keep the original')}",
+                    todo="see whether the patch must reach it too, then `afdpatch pin`",
+                    symbol=entry.target,
+                    file=keeper.file,
+                    line=keeper.line,
+                )
+            )
+    return findings
+
+
+def _held(entry: Entry, found: Sequence[Keeper]) -> list[Finding]:
+    """What would go on using the original, as one finding; its words are those of the search at run time."""
+    left = [keeper for keeper in found if keeper.in_the_way(entry)]
+    if not entry.patches_target or not left:
+        return []
+    shown = ", ".join(map(str, left[:8])) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
+    return [
+        Finding(
+            verdict=Verdict.HELD,
+            message=HELD,
+            expected=HELD_EXPECTED,
+            found=shown,
+            todo=HELD_TODO,
+            symbol=entry.target,
+            file=left[0].file,
+            line=left[0].line,
+        )
+    ]
+
+
+def _unpatchable(entry: Entry, symbol: Symbol, tree: SourceTree) -> list[Finding]:
+    reason = why_unpatchable(tree, symbol)
+    if reason is None:
+        return []
+    return [
+        Finding(
+            verdict=Verdict.UNPATCHABLE,
+            message="it can't be patched soundly",
+            expected="a function, a static or class method, a property, a class or a value",
+            found=reason,
+            todo="patch what calls it, or what it calls",
+            symbol=entry.target,
+            file=symbol.file,
+            line=symbol.line,
+        )
+    ]
 
 
 def _version_findings(lock: Lock, identity: Identity, tree: SourceTree, changed: tuple[str, ...]) -> list[Finding]:
@@ -210,17 +274,18 @@ def _probe_findings(entry: Entry, outcome: bool | str) -> list[Finding]:
     if outcome is False:
         return []
     verdict = Verdict.OBSOLETE if outcome is True else Verdict.PROBE_FAILED
-    compiled = str(outcome).startswith("torch.compile: ")
-    what = "the probe under torch.compile" if compiled else "the probe of its remove_when"
+    kind = str(outcome).partition(": ")[0]
+    what, asked = {
+        "torch.compile": ("the probe under torch.compile", entry.replacement),
+        "probe": ("its own probe", entry.probe),
+    }.get(kind, ("the probe of its remove_when", entry.remove_when))
     return [
         Finding(
             verdict=verdict,
             message="the reason for the patch is gone" if outcome is True else f"{what} failed",
-            expected="false",
+            expected="true" if kind == "probe" else "false",
             found="true" if outcome is True else str(outcome),
-            todo="remove the entry and its code, then `afdpatch pin`"
-            if outcome is True
-            else f"run {entry.replacement if compiled else entry.remove_when}",
-            symbol=entry.replacement if compiled else entry.remove_when,
+            todo="remove the entry and its code, then `afdpatch pin`" if outcome is True else f"run {asked}",
+            symbol=asked,
         )
     ]

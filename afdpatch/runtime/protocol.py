@@ -48,6 +48,8 @@ class Kind(enum.IntEnum):
     """FFN to attention: the weights are loaded, hops are answered from now on (greeting state was ``loading``)."""
     PING = 6
     """Attention to FFN: the sender lives and has nothing to send."""
+    PONG = 7
+    """FFN to attention: the answer to a PING."""
 
 
 class ProtocolError(ValueError):
@@ -105,13 +107,13 @@ class Header(NamedTuple):
         if version != PROTOCOL_VERSION:
             raise ProtocolError("version", version, str(PROTOCOL_VERSION))
         header = cls._make(rest)
-        if not Kind.HOP <= header.kind <= Kind.PING:
+        if not Kind.HOP <= header.kind <= Kind.PONG:
             raise ProtocolError("kind", header.kind, ", ".join(f"{kind.value} ({kind.name})" for kind in Kind))
         return header
 
 
 def control(kind: Kind, sequence: int = 0) -> bytes:
-    """A header without payload (BYE, READY, PING)."""
+    """A header without payload (BYE, READY, PING, PONG)."""
     return Header(kind, 0, sequence, 0, 0, 0, 0, 0, 0, 0).pack()
 
 

@@ -286,7 +286,7 @@ class Route:
         no longer than that for it.
         """
         for _, connector in self._look():
-            connector.ping()
+            connector.ping(self._hop_timeout_s)
         if not self._started or self._closed.is_set():
             return
         wanted = self._home if self._serving else (*self._home, *self._others)

@@ -6,6 +6,7 @@ import builtins
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -310,7 +311,30 @@ def test_no_command_s_module_hides_a_built_in() -> None:
     assert not {item.module for item in COMMANDS} & set(dir(builtins))
 
 
+@pytest.mark.parametrize("command", ["verify", "list", "explain", "map", "diff", "compat", "bisect"])
+def test_every_command_that_prints_json_publishes_its_schema(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit) as ended:  # no id and no source are asked for
+        main([command, "--schema"])
+    assert ended.value.code == 0
+    schema = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert schema["title"].startswith(f"afdpatch {command} ")
+
+
+def test_diff_and_compat_print_what_their_schemas_say(pinned: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """`bisect` is in tests/registry/test_bisect.py."""
+    base = pinned.site.parent / "base"
+    shutil.copytree(pinned.site / pinned.package, base / pinned.package)
+    pinned.core("scale=2)", "scale=3)")
+    new = ["--manifest", str(pinned.manifest), "--format", "json"]
+    for words in (["compat", "installed"], ["diff", "core.free", "--base", str(base)]):
+        code, out, err = printed(capsys, *words, *new)
+        assert code == 4, err
+        schema = json.loads((OWN.parent / "schemas" / f"{words[0]}.json").read_text(encoding="utf-8"))
+        jsonschema.Draft202012Validator(closed(schema)).validate(json.loads(out))
+
+
 def test_the_packaged_files_are_there() -> None:
     folder = OWN.parent
-    for name in ("afd.chain.yaml", *(f"schemas/{command}.json" for command in ("verify", "list", "explain", "map"))):
+    for name in ("afd.chain.yaml", *(f"schemas/{command}.json" for command in ("verify", "diff", "compat", "bisect"))):
         assert (folder / name).is_file()

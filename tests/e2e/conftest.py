@@ -16,9 +16,7 @@ import pytest
 
 from afdpatch.cli.servers import Server, free_port, wait_all
 from afdpatch.cli.topology import afd_pair, stock
-from tests.e2e.servers import MODELS as MODELS
-from tests.e2e.servers import ONE_THREAD, OPTIONS, QUICK, until
-from tests.e2e.workers import KEEP_GARBAGE
+from tests.e2e.servers import KEEP_GARBAGE, ONE_THREAD, OPTIONS, QUICK, until
 
 ENGINE = {
     "enforce_eager": True,

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import afdpatch
-from tests.e2e.conftest import MODELS, ffn_server
+from tests.e2e.conftest import ffn_server
 from tests.e2e.driver import rpc
+from tests.e2e.servers import MODELS
 
 
 def get(url: str) -> tuple[int, Any]:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import MODELS, compare
+from tests.e2e.conftest import compare
+from tests.e2e.servers import MODELS
 from tests.e2e.test_equal import logprob_difference, tokens_of
 
 CASES = ["batch:1", "batch:16", "chunked", "seeded"]

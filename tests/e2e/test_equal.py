@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import MODELS, Comparison, compare, engine_options, finish_driver, start_driver
+from tests.e2e.conftest import Comparison, compare, engine_options, finish_driver, start_driver
+from tests.e2e.servers import MODELS
 
 CASES = ["batch:1", "batch:2", "batch:5", "batch:16", "chunked", "prefix", "seeded", "stop", "abort"]
 MIXED = "qwen3-moe-mixed"
@@ -17,10 +18,10 @@ MIXED = "qwen3-moe-mixed"
 CONFIGURATIONS = [
     (MIXED, "bfloat16"),
     ("qwen3-moe", "bfloat16"),
-    ("qwen3-moe", "float32"),
-    ("qwen3-moe", "float16"),
+    pytest.param(("qwen3-moe", "float32"), marks=pytest.mark.full),
+    pytest.param(("qwen3-moe", "float16"), marks=pytest.mark.full),
     ("deepseek-v2", "bfloat16"),
-    ("deepseek-v2", "float32"),
+    pytest.param(("deepseek-v2", "float32"), marks=pytest.mark.full),
     ("deepseek-v2", "float16"),
 ]
 

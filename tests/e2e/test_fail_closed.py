@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from afdpatch.cli.servers import free_port
-from tests.e2e.conftest import MODELS
+from tests.e2e.servers import MODELS
 
 BASE_LOADER = "model_executor/model_loader/base_loader.py"
 CHANGES = {

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import MODELS, compare
+from tests.e2e.conftest import compare
+from tests.e2e.servers import MODELS
 
 WINDOWS = 8
 CASE = f"perplexity:{WINDOWS}"

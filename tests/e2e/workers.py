@@ -1,4 +1,4 @@
-"""The real FFN worker and the real scheduler with switches: zeros for each FFN, a lost patch, a death, a kept cache."""
+"""The real FFN worker and the real scheduler with switches: zeros for each FFN, a lost patch, a fault, a kept cache."""
 
 import os
 import signal
@@ -14,6 +14,8 @@ from tests.e2e.recorder import PARAMETERS, record_parameters
 from tests.e2e.servers import KEEP_GARBAGE
 
 record_parameters()
+FAULT = "AFDPATCH_TEST_FAULT"
+"""`load 9`: this worker sends itself signal 9 once its weights are loaded. `hop N 9`: at its N-th hop."""
 
 
 class SwitchableFFNWorker(FFNWorker):
@@ -21,11 +23,26 @@ class SwitchableFFNWorker(FFNWorker):
 
     zeroed = False
     kept: Any = None
+    left = 0
+    aim = (0, 0)
     death: tuple[int, int, int] | None = None
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Load, and then the fault that the environment asks for."""
+        super().load_model(**kwargs)
+        words = os.environ.get(FAULT, "").split()
+        if words[:1] == ["load"]:
+            os.kill(os.getpid(), int(words[1]))
+        elif words:
+            self.signal_at(int(words[1]), os.getpid(), int(words[2]))
 
     def zero_ffn(self, on: bool) -> None:
         """Worker RPC: zeros instead of the FFN, or the FFN again."""
         self.zeroed = on
+
+    def signal_at(self, hops: int, pid: int, number: int) -> None:
+        """Worker RPC: when the `hops`-th hop from now on is to be computed, send a signal to a process."""
+        self.left, self.aim = hops, (pid, number)
 
     def lose_a_patch(self, on: bool) -> None:
         """Worker RPC: somebody takes a patch away (or puts it back), and the worker attests again."""
@@ -40,12 +57,29 @@ class SwitchableFFNWorker(FFNWorker):
         """Worker RPC: name -> bytes of this role's parameters."""
         return PARAMETERS
 
+    def rows_are_alike(self, rows: int) -> bool:
+        """Worker RPC, while no hop comes: whether a row gets the same bits alone and beside others, in every layer."""
+        model = self.vllm_config.model_config
+        for layer in self.ffns:
+            generator = torch.Generator().manual_seed(layer)
+            batch = torch.randn(rows, model.get_hidden_size(), generator=generator).to(model.dtype)
+            with torch.inference_mode():
+                whole = super().compute(layer, batch.clone()).clone()
+                alone = [super(SwitchableFFNWorker, self).compute(layer, row.clone()) for row in batch.split(1)]
+            if not torch.equal(whole, torch.cat(alone)):
+                return False
+        return True
+
     def die_at(self, layer: int, rows: int, times: int) -> None:
         """Worker RPC: `kill -9` of this worker within its next `times`-th hop of a layer with at least so many rows."""
         self.death = layer, rows, times
 
     def compute(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The FFN, or zeros, or death."""
+        """The FFN, or zeros, or a fault."""
+        if self.left:
+            self.left -= 1
+            if not self.left:
+                os.kill(*self.aim)
         if self.death is not None and layer == self.death[0] and hidden_states.shape[0] >= self.death[1]:
             self.death = *self.death[:2], self.death[2] - 1
             if self.death[2] == 0:

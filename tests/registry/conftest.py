@@ -9,7 +9,7 @@ import itertools
 import json
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,8 @@ import yaml
 from afdpatch.cli import pin as pin_command
 from afdpatch.cli import verify as verify_command
 from afdpatch.registry import PatchSet
+from tests.registry.zoo import OURS as ZOO_OURS
+from tests.registry.zoo import ZOO
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NUMBERS = itertools.count()
@@ -196,6 +198,11 @@ class World:
         return importlib.import_module(self.text(module))
 
 
+def always(world: World, target: str = "PKG.core:free", **keys: Any) -> dict[str, Any]:
+    """An entry that is in effect from `arm` on."""
+    return world.entry(target, when="always", **keys)
+
+
 def command(module: Any, *arguments: str) -> int:
     parser = argparse.ArgumentParser()
     module.add_parser(parser.add_subparsers())
@@ -219,3 +226,38 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     for name in list(sys.modules):
         if name.partition(".")[0] in (made.package, made.ours):
             del sys.modules[name]
+
+
+Make = Callable[..., PatchSet]
+
+
+@pytest.fixture
+def make(world: World) -> Iterator[Make]:
+    """Makes a set of a manifest of its own, from entries."""
+
+    def made(name: str, *entries: dict[str, Any], **header: Any) -> PatchSet:
+        path = Path(world.site, world.ours, f"{name}.yaml")
+        path.write_text(yaml.safe_dump(world.data(*entries, manifest=name, **header)), encoding="utf-8")
+        folder = world.site / f"{world.ours}_{name}"
+        folder.mkdir(exist_ok=True)
+        (folder / "__init__.py").write_text("")
+        (folder / f"{name}.yaml").write_text(path.read_text())
+        assert command(pin_command, "pin", "--manifest", str(folder / f"{name}.yaml")) == 0
+        sets.append(PatchSet.load(f"{world.ours}_{name}", name))
+        return sets[-1]
+
+    sets: list[PatchSet] = []
+    yield made
+    for patches in reversed(sets):
+        patches.undo()
+
+
+@pytest.fixture
+def zoo(world: World) -> World:
+    world.write(f"{world.package}/zoo.py", ZOO)
+    world.write(f"{world.ours}/kinds.py", ZOO_OURS)
+    world.write(
+        f"{world.ours}/classes.py",
+        "from PKG.zoo import Alone\nclass Alone(Alone):\n    def hello(self): return 'ours'\nclass Other: ...\n",
+    )
+    return world

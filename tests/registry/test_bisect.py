@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from afdpatch.cli import bisect as bisect_command
+from afdpatch.cli.pin import schema_path
 from afdpatch.registry import Lock, lock_path
 from afdpatch.registry.gitfiles import GitRepository
 from afdpatch.registry.history import Walk
@@ -40,6 +42,7 @@ class History:
         code = self.run(selection, "--format", "json")
         result: dict[str, Any] = json.loads(capsys.readouterr().out)
         assert result["exit_code"] == code
+        jsonschema.validate(result, json.loads(schema_path("bisect").read_text(encoding="utf-8")))
         return result
 
     def run(self, selection: str, *options: str) -> int:

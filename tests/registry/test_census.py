@@ -82,7 +82,7 @@ def test_only_files_that_have_the_name_are_parsed(world: World) -> None:
 def test_pin_writes_the_census_and_a_new_holder_is_drift(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     world.write(f"{world.package}/user.py", "from .core import free\n")
     world.write(f"{world.package}/lone.py", "from .core import free\n")
-    world.declare(world.entry(holders=["PKG.user"]), world.entry("PKG.core:Engine.run"))
+    world.declare(world.entry(holders=["PKG.user"], when="always"), world.entry("PKG.core:Engine.run"))
     assert world.pin() == 0
     lock = Lock.read(lock_path(world.manifest, "1.0"))
     assert lock.holders == {f"{world.package}.core:free": (f"{world.package}.lone", f"{world.package}.user")}

@@ -19,9 +19,11 @@ from tests.registry.test_sources import ROOT
 CI = ROOT / ".ci"
 
 
-def script(world: World, name: str, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+def script(
+    world: World, name: str, *arguments: str, cwd: Path | None = None, **more: str
+) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(world.site), "MANIFEST": str(world.manifest)} | more
-    return subprocess.run([str(CI / name), *arguments], capture_output=True, text=True, env=env, timeout=120)
+    return subprocess.run([str(CI / name), *arguments], capture_output=True, text=True, env=env, timeout=120, cwd=cwd)
 
 
 @pytest.mark.parametrize(("answer", "code"), [("True", 6), ("False", 0), ("1/0", 1)])
@@ -76,6 +78,15 @@ def test_a_commit_is_compared_and_the_one_that_broke_a_patch_is_named(world: Wor
     world.core("def run", "def ran")
     history.commit("gone")
     assert script(world, "vllm-compat", str(world.site), "main", good).returncode == 3
+
+
+def test_a_checkout_does_not_shadow_what_is_installed(world: World, tmp_path: Path) -> None:
+    history = History(world)
+    world.declare(world.entry(), commit=history.commit("good"))
+    assert world.pin() == 0
+    (tmp_path / "afdpatch").mkdir()
+    (tmp_path / "afdpatch" / "__init__.py").write_text("raise OSError('a part only')\n")
+    assert script(world, "vllm-compat", str(world.site), cwd=tmp_path).returncode == 0
 
 
 def test_the_verdict_stands_without_a_history(world: World, tmp_path: Path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import pickle
+import subprocess
+import sys
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from afdpatch.cli._registry import COMPILE_PROBE
 from afdpatch.registry import Entry, Verdict
 from afdpatch.registry.compile_key import CompileKey
 from afdpatch.registry.probe import compile_probes, run_probes
@@ -47,7 +50,7 @@ def test_the_probe_passes_every_form_and_finds_what_dynamo_skips(world: World, m
     monkeypatch.setenv("PYTHONPATH", str(world.site))
     entries = [traced("f", f"{world.ours}.traced:good"), traced("C.f", f"{world.ours}.traced:good")]
     entries += [traced("g", f"{world.ours}.traced:bad"), traced("h", f"{world.ours}.traced:none")]
-    found = run_probes(entries)
+    found = run_probes(entries, COMPILE_PROBE)
     assert (found["f"], found["C.f"]) == (False, False)
     assert str(found["g"]).startswith("torch.compile: ") and "disable" in str(found["g"])
     assert "none" in str(found["h"])
@@ -57,7 +60,7 @@ def test_the_probe_passes_every_form_and_finds_what_dynamo_skips(world: World, m
 def test_a_wrapt_proxy_would_be_found_out() -> None:
     import wrapt
 
-    from afdpatch.registry.compile_probe import MARK, probe
+    from afdpatch.patches.compile_probe import MARK, probe
 
     def proxy(original: Any) -> Any:
         return wrapt.FunctionWrapper(original, lambda wrapped, _, args, kwargs: wrapped(*args, **kwargs) + MARK)
@@ -70,7 +73,7 @@ def test_a_wrapt_proxy_would_be_found_out() -> None:
 def test_without_torch_the_probe_says_so(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     world.write("torch/__init__.py", "raise ImportError('no torch here')\n")
     monkeypatch.setenv("PYTHONPATH", str(world.site))
-    found = compile_probes([traced("f", f"{world.ours}.patches:free")])
+    found = compile_probes([traced("f", f"{world.ours}.patches:free")], COMPILE_PROBE)
     assert "no torch here" in str(found["f"])
 
 
@@ -87,6 +90,44 @@ def test_verify_reports_a_failed_compile_probe_as_such(world: World) -> None:
     finding = report.entries[0].findings[0]
     assert "torch.compile" in finding.message and "it gives 4" in finding.found
     assert finding.symbol == f"{world.ours}.patches:free"
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "words"), [("True", 0, ""), ("False", 1, "returned false"), ("1/0", 1, "by zero")]
+)
+def test_an_entry_s_own_probe_is_asked_and_told(
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    answer: str,
+    code: int,
+    words: str,
+) -> None:
+    world.write(f"{world.ours}/probes.py", f"def works(): return {answer}\n")
+    monkeypatch.setenv("PYTHONPATH", str(world.site))
+    world.declare(world.entry(kind="official", path="traced", probe="OURS.probes:works"))
+    assert world.pin() == 0
+    capsys.readouterr()
+    assert world.verify("--probe") == code
+    out = " ".join(capsys.readouterr().out.split())
+    assert words in out and ("its own probe failed" in out) == bool(code)
+
+
+@pytest.mark.full  # imports vLLM; `verify --probe`, which CI runs too, asks the same
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vLLM here")
+def test_the_hop_is_once_in_the_compiled_graph_of_each_decoder_layer_and_a_missing_one_is_found() -> None:
+    program = """
+import torch
+from afdpatch.patches import compile_probe, model
+assert compile_probe.qwen3_moe() and compile_probe.deepseek_v2()
+model.RemoteFFN.forward = lambda self, hidden_states: hidden_states + 200
+try:
+    compile_probe.qwen3_moe()
+except AssertionError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert "[0] calls of afdpatch::ffn" in done.stdout, done.stderr[-2000:]
 
 
 # ---- the key -------------------------------------------------------------------------------------------------------

@@ -12,178 +12,7 @@ import pytest
 
 from afdpatch.registry import Conflict, NotInEffect, PatchError, Unpatchable
 from tests.registry.conftest import World
-
-ZOO = '''
-import enum
-import functools
-from dataclasses import dataclass
-from typing import NamedTuple
-
-NUMBER = 3
-TABLE = {"a": 1}
-
-
-def plain(x, y=2):
-    """Plain."""
-    return x + y
-
-
-async def coroutine(x):
-    return x
-
-
-def generator(x):
-    yield x
-    return x + 1
-
-
-async def async_generator(x):
-    yield x
-
-
-class Base:
-    scale = 5
-
-    def method(self, x):
-        return x
-
-    @staticmethod
-    def static(x):
-        return x
-
-    @classmethod
-    def klass(cls, x):
-        return cls.__name__, x
-
-    @property
-    def prop(self):
-        """Prop."""
-        return self._p
-
-    @prop.setter
-    def prop(self, value):
-        self._p = value
-
-    @functools.cached_property
-    def cached(self):
-        return 7
-
-    def __call__(self, x):
-        return x
-
-    def __getstate__(self):
-        return {"_p": getattr(self, "_p", None)}
-
-
-class Sub(Base):
-    def method(self, x):
-        return ("sub", super().method(x))
-
-
-class Alone:
-    def hello(self):
-        return "hello"
-
-
-class Deaf(functools.partial):
-    pass
-
-
-@functools.lru_cache
-def remembered(x):
-    return x
-
-
-@dataclass
-class Data:
-    field: int = 1
-
-
-class Colour(enum.Enum):
-    RED = 1
-
-
-class Pair(NamedTuple):
-    one: int = 1
-
-
-def made_by(cls):
-    def make(x):
-        return cls(x)
-    return make
-'''
-
-OURS = """
-import functools
-
-NUMBER = 30
-TABLE = {"a": 10}
-TEXT = "3"
-FIVE = 50
-
-def wrap1(original):
-    def ours(x):
-        return ("ours", original(x))
-    return ours
-
-def plain(original):
-    def plain(x, y=2):
-        return ("ours", original(x, y))
-    return plain
-
-def coroutine(original):
-    async def coroutine(x):
-        return ("ours", await original(x))
-    return coroutine
-
-def generator(original):
-    def generator(x):
-        result = yield from original(x)
-        return ("ours", result)
-    return generator
-
-def async_generator(original):
-    async def async_generator(x):
-        async for item in original(x):
-            yield ("ours", item)
-    return async_generator
-
-def method(original):
-    def method(self, x):
-        return ("ours", original(self, x))
-    return method
-
-def klass(original):
-    def klass(cls, x):
-        return ("ours", original(cls, x))
-    return klass
-
-def prop(original):
-    def prop(self):
-        return ("ours", original(self))
-    return prop
-
-def getstate(original):
-    def __getstate__(self):
-        return original(self) | {"ours": True}
-    return __getstate__
-
-def hello(original):
-    def hello(self):
-        return "ours"
-    return hello
-"""
-
-
-@pytest.fixture
-def zoo(world: World) -> World:
-    world.write(f"{world.package}/zoo.py", ZOO)
-    world.write(f"{world.ours}/kinds.py", OURS)
-    world.write(
-        f"{world.ours}/classes.py",
-        "from PKG.zoo import Alone\nclass Alone(Alone):\n    def hello(self): return 'ours'\nclass Other: ...\n",
-    )
-    return world
+from tests.registry.zoo import ZOO
 
 
 def entry(zoo: World, name: str, replacement: str | None = None, **keys: Any) -> dict[str, Any]:
@@ -312,20 +141,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_patched_soundly_is_refused_with_the_reason(zoo: World, name: str) -> None:
+def test_what_cannot_be_patched_soundly_is_refused_with_the_reason(
+    zoo: World, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     keys, words = REFUSED[name]
     zoo.write(f"{zoo.ours}/sub.py", "from PKG.zoo import Base\nclass Base(Base): ...\n")
     patches = zoo.patchset(entry(zoo, **keys))
-    with pytest.raises((Unpatchable, Conflict)) as caught:
+    # What the entry's own code is isn't vLLM's source, and isn't imported by verify.
+    code = {"class with a subclass": 7, "value of another type": 0, "class that is no subclass": 0}.get(name, 2)
+    assert zoo.verify() == code
+    with pytest.raises((Unpatchable, NotInEffect)) as caught:
         patches.apply(role="red", process="worker")
     assert words in str(caught.value)
     assert caught.value.symbol is not None
+    assert code in (0, caught.value.exit_code)
+    assert code == 0 or words in capsys.readouterr().out
 
 
 def test_a_class_with_instances_is_refused(zoo: World) -> None:
     patches = zoo.patchset(entry(zoo, "Alone", "OURS.classes:Alone", kind="replace"))
     alive = zoo.load("PKG.zoo").Alone()
-    with pytest.raises(Conflict, match=r"1 instance\(s\)"):
+    with pytest.raises(NotInEffect, match=r"1 instance\(s\)"):
         patches.apply(role="red", process="worker")
     del alive
 
@@ -343,132 +179,6 @@ def test_an_abstract_replacement_of_a_class_is_refused(zoo: World) -> None:
 def test_pin_refuses_to_wrap_what_is_no_function(zoo: World, name: str) -> None:
     zoo.declare(entry(zoo, name, "OURS.kinds:wrap1"))
     assert zoo.pin() == 2
-
-
-# How somebody may hold zoo.plain, zoo.Base.method, zoo.Base.static or zoo.Base.prop: (target, code, who is named)
-HOLDERS: dict[str, tuple[str, str, str]] = {
-    "partial": ("plain", "import functools\nP = functools.partial(zoo.plain, 1)", "functools.partial, PKG.user.P"),
-    "default argument": ("plain", "def use(f=zoo.plain): ...", "default argument or closure of PKG.user.use"),
-    "keyword default": (
-        "plain",
-        "def use(*, f=zoo.plain): ...",
-        "an attribute of PKG.user.use|closure of PKG.user.use",
-    ),
-    "closure": ("plain", "def outer(f):\n    return lambda: f\nuse = outer(zoo.plain)", "closure of PKG.user.outer"),
-    "decorated": (
-        "plain",
-        "import functools\n@functools.wraps(zoo.plain)\ndef use(x, y): ...",
-        "attribute of PKG.user.use",
-    ),
-    "dispatch table": ("plain", "T = {'plain': zoo.plain}", r"dict\['plain'\], PKG.user.T"),
-    "nested table": ("plain", "T = {'all': [(zoo.plain, 1)]}", "PKG.user.T"),
-    "list": ("plain", "T = [zoo.plain]", "list, PKG.user.T"),
-    "set": ("plain", "T = {zoo.plain}", "set, PKG.user.T"),
-    "functools cache": ("plain", "import functools\nC = functools.lru_cache(zoo.plain)", "functools cache, PKG.user.C"),
-    "class attribute": ("plain", "class C:\n    f = staticmethod(zoo.plain)", "staticmethod, PKG.user.C.f"),
-    "instance attribute": ("plain", "class C: ...\nc = C()\nc.f = zoo.plain", "an object of PKG.user.C"),
-    "slot": ("plain", "class C:\n    __slots__ = ('f',)\nc = C()\nc.f = zoo.plain", "an object of PKG.user.C"),
-    "other name": ("plain", "other = zoo.plain", "PKG.user.other"),
-    "bound method kept at init": (
-        "Base.method",
-        "class C(zoo.Base):\n    def __init__(self):\n        self._forward = self.method\nc = C()",
-        "bound method, an attribute of an object of PKG.user.C",
-    ),
-    "alias in another class": ("Base.method", "class C:\n    alias = zoo.Base.method", "PKG.user.C.alias"),
-    "alias in the same class": ("Base.method", "zoo.Base.again = zoo.Base.method", "PKG.zoo.Base.again"),
-    "partialmethod": (
-        "Base.method",
-        "import functools\nclass C(zoo.Base):\n    m1 = functools.partialmethod(zoo.Base.method, 1)",
-        "functools.partialmethod, PKG.user.C.m1",
-    ),
-    "static method by name": ("Base.static", "s = zoo.Base.static", "PKG.user.s"),
-    "class method bound": ("Base.klass", "k = zoo.Base.klass", "bound method, PKG.user.k"),
-    "property of a subclass": (
-        "Base.prop",
-        "class C(zoo.Base):\n    @zoo.Base.prop.deleter\n    def prop(self): ...",
-        "property, PKG.user.C.prop",
-    ),
-}
-
-
-@pytest.mark.parametrize("inside", [True, False], ids=["of the package", "of others"])
-@pytest.mark.parametrize("name", HOLDERS)
-def test_who_holds_the_original_is_named_and_nothing_is_changed(zoo: World, name: str, inside: bool) -> None:
-    target, code, named = HOLDERS[name]
-    user = f"{zoo.package}/user.py" if inside else f"{zoo.package}_user.py"
-    zoo.write(user, f"from PKG import zoo\n{code}\n")
-    replacement = {"Base.static": "OURS.kinds:wrap1"}.get(target)
-    patches = zoo.patchset(entry(zoo, target, replacement))
-    module = zoo.load("PKG.zoo")
-    holder = zoo.load("PKG.user" if inside else "PKG_user")
-    before = dict(vars(module.Base)), dict(vars(module))
-    with pytest.raises(NotInEffect) as caught:
-        patches.apply(role="red", process="worker")
-    import re
-
-    expected = zoo.text(named) if inside else zoo.text(named).replace(f"{zoo.package}.user", f"{zoo.package}_user")
-    assert re.search(expected, str(caught.value)), str(caught.value)
-    assert (dict(vars(module.Base)), dict(vars(module))) == before
-    del holder
-
-
-def test_without_those_holders_the_same_targets_are_patched(zoo: World) -> None:
-    names = {
-        "plain": None,
-        "Base.method": None,
-        "Base.static": "OURS.kinds:wrap1",
-        "Base.klass": None,
-        "Base.prop": None,
-    }
-    patches = zoo.patchset(*(entry(zoo, name, replacement) for name, replacement in names.items()))
-    zoo.load("PKG.zoo")
-    patches.apply(role="red", process="worker")
-
-
-def test_a_value_taken_over_by_name_is_rebound_and_one_taken_over_at_import_is_refused(zoo: World) -> None:
-    zoo.write(f"{zoo.package}/user.py", "from .zoo import NUMBER as number\n\nTHREE = 3\n")
-    patches = zoo.patchset(entry(zoo, "NUMBER", kind="replace", holders=["PKG.user"]))
-    user = zoo.load("PKG.user")
-    patches.apply(role="red", process="worker")
-    assert (user.number, user.THREE) == (30, 3)
-    patches.undo()
-    assert (user.number, user.THREE) == (3, 3)
-    zoo.write(f"{zoo.package}/more.py", "from .zoo import NUMBER\n")
-    zoo.load("PKG.more")
-    with pytest.raises(NotInEffect, match=rf"{zoo.package}\.more\.NUMBER"):
-        patches.apply(role="red", process="worker")
-
-
-@pytest.mark.parametrize(
-    "code", ["def late(x=NUMBER): ...", "class Late:\n    twice = NUMBER * 2", "@print\nclass L: a = NUMBER"]
-)
-def test_a_value_that_is_used_while_modules_are_imported_is_refused_with_the_line(zoo: World, code: str) -> None:
-    path = zoo.site / zoo.package / "zoo.py"
-    path.write_text(path.read_text() + "\n\n" + code + "\n")
-    patches = zoo.patchset(entry(zoo, "NUMBER", kind="replace"))
-    with pytest.raises(NotInEffect, match=r"zoo\.py:\d+"):
-        patches.apply(role="red", process="worker")
-
-
-def test_containers_that_only_a_running_function_holds_do_not_count(zoo: World) -> None:
-    patches = zoo.patchset(entry(zoo, "plain"))
-    local = {"f": [zoo.load("PKG.zoo").plain]}
-    patches.apply(role="red", process="worker")
-    assert local["f"][0] is patches.original("core.plain")
-
-
-def test_a_reload_loses_the_patch_and_says_so(zoo: World) -> None:
-    import importlib
-
-    patches = zoo.patchset(entry(zoo, "plain"))
-    patches.apply(role="red", process="worker")
-    importlib.reload(zoo.load("PKG.zoo"))
-    with pytest.raises(NotInEffect, match="reloads"):
-        patches.require()
-    patches.undo()
-    assert zoo.load("PKG.zoo").plain(1) == 3
-    patches.apply(role="red", process="worker")
-    assert zoo.load("PKG.zoo").plain(1) == ("ours", 3)
 
 
 def test_a_replacement_of_another_call_kind_is_refused(zoo: World) -> None:

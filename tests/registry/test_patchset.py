@@ -1,3 +1,5 @@
+"""A set in a process: arming, what is installed, roles and processes, releases."""
+
 from __future__ import annotations
 
 import importlib
@@ -5,18 +7,11 @@ import inspect
 import os
 import pickle
 import sys
-import threading
-from typing import Any
 
 import pytest
 
 from afdpatch.registry import Conflict, NotInEffect, OtherVersion, PatchError, PatchSet, State, TargetDrifted
-from tests.registry.conftest import World
-
-
-def always(world: World, target: str = "PKG.core:free", **keys: Any) -> dict[str, Any]:
-    return world.entry(target, when="always", **keys)
-
+from tests.registry.conftest import World, always
 
 # ---- arming and orders of import -----------------------------------------------------------------------------------
 
@@ -69,84 +64,6 @@ def test_import_hooks_leave_the_module_s_loader_and_source_as_they_are(world: Wo
     assert type(core.__loader__).__name__ == "SourceFileLoader"
     assert core.__spec__ is not None and core.__spec__.loader is core.__loader__
     assert "def free" in inspect.getsource(core)
-
-
-# ---- holders -------------------------------------------------------------------------------------------------------
-
-HOLDER = "from PKG.core import free\nfrom PKG.core import free as alias\ndef use(): return free(1), alias(1)\n"
-
-
-@pytest.mark.parametrize("when", ["always", "role"])
-@pytest.mark.parametrize("first", ["holder", "patch"])
-def test_a_holder_gets_ours_whether_imported_before_or_after(world: World, when: str, first: str) -> None:
-    world.write(f"{world.package}/user.py", HOLDER)
-    patches = world.patchset(world.entry(when=when, holders=["PKG.user"]))
-    if first == "holder":
-        world.load("PKG.user")
-    patches.arm()
-    if when == "role":
-        patches.apply(role="red", process="worker")
-    user = world.load("PKG.user")
-    assert user.use() == (("ours", 8), ("ours", 8))
-    assert user.free is world.load("PKG.core").free
-
-
-def test_a_holder_imported_during_the_target_s_import_gets_ours(world: World) -> None:
-    world.write(f"{world.package}/user.py", HOLDER)
-    world.core("class Engine:", "from . import user\n\n\nclass Engine:")
-    world.patchset(always(world, holders=["PKG.user"])).arm()
-    world.load("PKG.core")
-    assert world.load("PKG.user").use() == (("ours", 8), ("ours", 8))
-
-
-def test_a_holder_that_imports_the_target_gets_ours(world: World) -> None:
-    world.write(f"{world.package}/user.py", HOLDER)
-    world.patchset(always(world, holders=["PKG.user"])).arm()
-    assert world.load("PKG.user").use() == (("ours", 8), ("ours", 8))
-
-
-def test_a_later_holder_that_got_the_original_elsewhere_gets_ours(world: World) -> None:
-    world.write(
-        f"{world.package}/user.py", "import OURS\nfree = OURS.kept\ndef late():\n    from PKG.core import free\n"
-    )
-    core = world.load("PKG.core")
-    ours = world.load("OURS")
-    ours.kept = core.free
-    world.patchset(always(world, holders=["PKG.user"])).arm()
-    assert world.load("PKG.user").free is core.free is not ours.kept
-
-
-def test_a_holder_that_is_not_listed_is_an_error_that_names_it(world: World) -> None:
-    world.write(f"{world.package}/user.py", HOLDER)
-    user = world.load("PKG.user")
-    core = world.load("PKG.core")
-    original = core.free
-    patches = world.patchset(world.entry())
-    with pytest.raises(NotInEffect, match=rf"{world.package}\.user"):
-        patches.apply(role="red", process="worker")
-    assert core.free is user.free is original
-
-
-@pytest.mark.parametrize("listed", [True, False])
-def test_undo_gives_later_importers_the_original(world: World, listed: bool) -> None:
-    world.write(f"{world.package}/user.py", HOLDER)
-    patches = world.patchset(always(world, holders=["PKG.user"] if listed else []))
-    patches.arm()
-    user = world.load("PKG.user")
-    assert user.use() == (("ours", 8), ("ours", 8))
-    patches.undo()
-    assert user.use() == (8, 8)
-
-
-def test_undo_gives_holders_the_original_back(world: World) -> None:
-    world.write(f"{world.package}/user.py", HOLDER)
-    user = world.load("PKG.user")
-    original = user.free
-    patches = world.patchset(always(world, holders=["PKG.user"]))
-    patches.arm()
-    assert user.free is not original
-    patches.undo()
-    assert user.free is user.alias is world.load("PKG.core").free is original
 
 
 # ---- kinds ---------------------------------------------------------------------------------------------------------
@@ -255,110 +172,6 @@ def test_a_replace_function_that_would_not_pickle_is_refused(world: World) -> No
     patches = world.patchset(world.entry(kind="replace"))
     with pytest.raises(PatchError, match="wouldn't pickle"):
         patches.apply(role="red", process="worker")
-
-
-# ---- somebody else -------------------------------------------------------------------------------------------------
-
-
-def foreign(kind: str, original: Any) -> Any:
-    import functools
-
-    import wrapt
-
-    @functools.wraps(original)
-    def closure(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs)
-
-    def wrapper(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        return wrapped(*args, **kwargs)
-
-    def free(x: Any, scale: Any = 2) -> Any:
-        return None
-
-    made = {"closure": closure, "wrapt": wrapt.FunctionWrapper(original, wrapper), "other": print, "namesake": free}
-    return made[kind]
-
-
-@pytest.mark.parametrize("kind", ["closure", "wrapt", "other", "namesake"])
-def test_a_foreign_patch_is_a_conflict_that_names_its_module(world: World, kind: str) -> None:
-    core = world.load("PKG.core")
-    core.free = theirs = foreign(kind, core.free)
-    patches = world.patchset(world.entry("PKG.core:Engine.run"), world.entry())
-    run = core.Engine.run
-    with pytest.raises(Conflict) as caught:
-        patches.apply(role="red", process="worker")
-    assert ("builtins" if kind == "other" else __name__) in str(caught.value)
-    assert caught.value.exit_code == 5
-    assert core.free is theirs
-    assert core.Engine.run is run
-
-
-def test_another_function_of_the_same_file_is_a_conflict(world: World) -> None:
-    core = world.load("PKG.core")
-    core.free = core.helper
-    with pytest.raises(Conflict, match="helper"):
-        world.patchset(world.entry()).apply(role="red", process="worker")
-
-
-def test_the_package_s_own_decorator_is_no_foreign_patch_and_one_more_layer_is(world: World) -> None:
-    source = """
-    import functools
-    def deco(f):
-        @functools.wraps(f)
-        def inner(*args, **kwargs):
-            return f(*args, **kwargs)
-        return inner
-    """
-    world.write(f"{world.package}/deco.py", source)
-    world.core('def free(x, scale=2):\n    """A function', '@deco\ndef free(x, scale=2):\n    """A function')
-    world.core("LIMIT = 3", "from .deco import deco\n\nLIMIT = 3")
-    patches = world.patchset(world.entry())
-    core = world.load("PKG.core")
-    patches.apply(role="red", process="worker")
-    assert core.free(1) == ("ours", 8)
-    patches.undo()
-    core.free = foreign("closure", core.free)
-    with pytest.raises(Conflict):
-        patches.apply(role="red", process="worker")
-
-
-def test_what_is_taken_from_us_is_lost_and_required(world: World) -> None:
-    patches = world.patchset(world.entry())
-    with pytest.raises(NotInEffect, match="no role"):
-        patches.require()
-    patches.apply(role="red", process="worker")
-    patches.require()
-    core = world.load("PKG.core")
-    ours = core.free
-    core.free = foreign("closure", ours)
-    assert patches.states() == {"core.free": State.LOST}
-    with pytest.raises(NotInEffect, match=r"core\.free"):
-        patches.require()
-    core.free = ours
-    patches.require()
-    importlib.reload(core)
-    assert patches.states() == {"core.free": State.LOST}
-
-
-def test_a_hook_that_never_fired_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    patches = world.patchset(always(world), world.entry("PKG.core:Engine.run"))
-    patches.arm()
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "meta_path", [item for item in sys.meta_path if "wrapt" not in type(item).__module__])
-        core = world.load("PKG.core")
-    assert core.free(1) == 8
-    assert patches.states()["core.free"] is State.LOST
-    with pytest.raises(NotInEffect, match=r"core\.free"):
-        patches.apply(role="red", process="worker")
-    assert core.Engine().run(1) == 11
-
-
-def test_a_module_that_is_imported_again_is_lost(world: World) -> None:
-    patches = world.patchset(world.entry())
-    patches.apply(role="red", process="worker")
-    del sys.modules[f"{world.package}.core"]
-    world.load("PKG.core")
-    assert patches.states() == {"core.free": State.LOST}
 
 
 # ---- roles and processes -------------------------------------------------------------------------------------------
@@ -473,72 +286,3 @@ def test_verify_of_a_set_is_the_command_s_report(world: World) -> None:
     assert patches.verify().verdict.exit_code == 0
     world.core("* scale\n", "* scale + 1\n")
     assert patches.verify().verdict.exit_code == 4
-
-
-# ---- threads -------------------------------------------------------------------------------------------------------
-
-
-def test_threads_that_import_arm_and_apply_at_once_end_with_the_set(world: World) -> None:
-    world.write(f"{world.package}/user.py", HOLDER)
-    patches = world.patchset(always(world, holders=["PKG.user"]), world.entry("PKG.core:Engine.run"))
-    barrier = threading.Barrier(6)
-    errors: list[Exception] = []
-
-    def run(action: Any) -> None:
-        barrier.wait()
-        try:
-            action()
-        except Exception as error:
-            errors.append(error)
-
-    actions = [
-        patches.arm,
-        lambda: world.load("PKG.core"),
-        lambda: world.load("PKG.user"),
-        lambda: patches.apply(role="red", process="worker"),
-        lambda: patches.apply(role="red", process="worker"),
-        patches.arm,
-    ]
-    threads = [threading.Thread(target=run, args=(action,), daemon=True) for action in actions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads)
-    assert not errors
-    assert set(patches.states().values()) == {State.APPLIED}
-    assert world.load("PKG.user").use() == (("ours", 8), ("ours", 8))
-
-
-def test_an_import_that_begins_while_the_hook_is_registered_is_waited_for(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import wrapt
-
-    world.core("LIMIT = 3", "import OURS\nOURS.begun.set()\nOURS.go_on.wait(30)\nLIMIT = 3".replace("OURS", world.ours))
-    patches = world.patchset(always(world))
-    ours = world.load("OURS")
-    ours.begun, ours.go_on = threading.Event(), threading.Event()
-    thread = threading.Thread(target=world.load, args=("PKG.core",), daemon=True)
-    real = wrapt.register_post_import_hook
-
-    def register(hook: Any, name: str) -> None:
-        thread.start()
-        assert ours.begun.wait(30)
-        real(hook, name)
-        ours.go_on.set()
-
-    monkeypatch.setattr(wrapt, "register_post_import_hook", register)
-    patches.arm()
-    thread.join(30)
-    assert world.load("PKG.core").free(1) == ("ours", 8)
-    assert patches.states() == {"core.free": State.APPLIED}
-
-
-def test_an_import_past_the_hook_is_seen_when_it_is_registered(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    import wrapt
-
-    patches = world.patchset(always(world))
-    monkeypatch.setattr(wrapt, "register_post_import_hook", lambda hook, name: importlib.import_module(name))
-    patches.arm()
-    assert world.load("PKG.core").free(1) == ("ours", 8)

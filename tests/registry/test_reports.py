@@ -14,7 +14,7 @@ import pytest
 from junitparser import JUnitXml
 from rich.console import Console
 
-from afdpatch.cli.verify import schema_path
+from afdpatch.cli.pin import schema_path
 from afdpatch.registry import Lock, Manifest, Report, SourceTree, Verdict, identify, lock_path, verify
 from afdpatch.registry.links import link_here, permalink, pinned_link
 from afdpatch.registry.manifest import KINDS
@@ -83,7 +83,7 @@ def closed(schema: Any) -> Any:
 def test_every_report_fits_the_published_schema_and_has_no_key_beside_it(
     pinned: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    schema = json.loads(schema_path().read_text(encoding="utf-8"))
+    schema = json.loads(schema_path("verify").read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(closed(schema))
     seen = set()
@@ -111,7 +111,7 @@ def edit_why(world: World) -> None:
 
 
 def test_the_schema_names_what_the_code_has() -> None:
-    schema = json.loads(schema_path().read_text(encoding="utf-8"))
+    schema = json.loads(schema_path("verify").read_text(encoding="utf-8"))
     assert schema["$defs"]["verdict"]["enum"] == [verdict.value for verdict in Verdict]
     assert schema["properties"]["exit_code"]["enum"] == sorted({verdict.exit_code for verdict in Verdict})
     assert schema["properties"]["entries"]["items"]["properties"]["kind"]["enum"] == list(KINDS)
@@ -121,7 +121,7 @@ def test_the_schema_names_what_the_code_has() -> None:
 def test_a_report_that_lacks_a_key_does_not_fit(pinned: World) -> None:
     drift(pinned)
     report, marks = reported(pinned)
-    schema = json.loads(schema_path().read_text(encoding="utf-8"))
+    schema = json.loads(schema_path("verify").read_text(encoding="utf-8"))
     data = json.loads(render(report, marks, "json"))
     jsonschema.validate(data, schema)
     del data["entries"][0]["findings"][0]["symbol"]
@@ -130,7 +130,9 @@ def test_a_report_that_lacks_a_key_does_not_fit(pinned: World) -> None:
 
 
 def test_schema_prints_the_schema(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    assert world.verify("--schema") == 0
+    with pytest.raises(SystemExit) as ended:
+        world.verify("--schema")
+    assert ended.value.code == 0
     assert json.loads(capsys.readouterr().out)["$schema"].startswith("https://json-schema.org/")
 
 

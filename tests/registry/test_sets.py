@@ -3,39 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import yaml
 
-from afdpatch.cli import pin as pin_command
 from afdpatch.registry import Conflict, ManifestError, NotInEffect, PatchError, PatchSet, State
-from tests.registry.conftest import World, command
-
-Make = Callable[..., PatchSet]
-
-
-@pytest.fixture
-def make(world: World) -> Iterator[Make]:
-    """Makes a set of a manifest of its own, from entries."""
-
-    def made(name: str, *entries: dict[str, Any], **header: Any) -> PatchSet:
-        path = Path(world.site, world.ours, f"{name}.yaml")
-        path.write_text(yaml.safe_dump(world.data(*entries, manifest=name, **header)), encoding="utf-8")
-        folder = world.site / f"{world.ours}_{name}"
-        folder.mkdir(exist_ok=True)
-        (folder / "__init__.py").write_text("")
-        (folder / f"{name}.yaml").write_text(path.read_text())
-        assert command(pin_command, "pin", "--manifest", str(folder / f"{name}.yaml")) == 0
-        sets.append(PatchSet.load(f"{world.ours}_{name}", name))
-        return sets[-1]
-
-    sets: list[PatchSet] = []
-    yield made
-    for patches in reversed(sets):
-        patches.undo()
+from tests.registry.conftest import Make, World
 
 
 def apply(patches: PatchSet) -> None:

@@ -119,7 +119,9 @@ def test_comments_may_change(world: World) -> None:
 
 
 def test_a_target_that_the_module_takes_away_is_absent(world: World) -> None:
-    world.write(f"{world.package}/core.py", (world.site / world.package / "core.py").read_text() + "\n\ndel free\n")
+    world.write(
+        f"{world.package}/core.py", (world.site / world.package / "core.py").read_text() + "\n\nglobals().pop('free')\n"
+    )
     patches = world.patchset(*all_entries(world))
     with pytest.raises(TargetAbsent, match=r"core\.free"):
         patches.apply(role="red", process="worker")

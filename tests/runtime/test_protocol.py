@@ -95,7 +95,7 @@ def test_a_field_out_of_its_limits_is_named(field, change):
         ("magic", b"XFDh" + GOOD.pack()[4:]),
         ("version", b"AFDh\x01\x00" + GOOD.pack()[6:]),
         ("kind", b"AFDh\x02\x00\x00" + GOOD.pack()[7:]),
-        ("kind", b"AFDh\x02\x00\x07" + GOOD.pack()[7:]),
+        ("kind", b"AFDh\x02\x00\x08" + GOOD.pack()[7:]),
     ],
 )
 def test_a_broken_header_is_named(field, message):

@@ -75,6 +75,7 @@ class SocketAttentionConnector(AttentionConnector):
         self._sock: socket.socket | None = None
         self._poll = select.poll()
         self._serving = False
+        self._asked_ns = 0  # when the PING was sent that has no answer yet
         self._why_lost = "not connected yet"
         self._out = bytearray(HEADER_BYTES)
         self._expected = bytearray(HEADER_BYTES)
@@ -266,7 +267,7 @@ class SocketAttentionConnector(AttentionConnector):
             )
 
     def _message(self, deadline_ns: int, spin_ns: int) -> int:
-        """Length of the next message, which lies in ``_in``. READY is taken on the way.
+        """Length of the next message, which lies in ``_in``. READY and PONG are taken on the way.
 
         Raises:
             _Late: past the deadline. EOFError: the peer closed or said goodbye, or this connector is being closed.
@@ -291,8 +292,8 @@ class SocketAttentionConnector(AttentionConnector):
                 kind = Header.unpack(self._in).kind
                 if kind == Kind.BYE:
                     raise EOFError("it said goodbye")
-                if kind == Kind.READY:
-                    self._serving = True
+                if kind in (Kind.READY, Kind.PONG):
+                    self._take_quiet(length)
                     continue
             return length
 
@@ -336,7 +337,7 @@ class SocketAttentionConnector(AttentionConnector):
                 ) from None
 
     def _take_ready(self, deadline_s: float) -> None:
-        """Wait for READY, the only message that may come while no hop is out."""
+        """Wait for READY."""
         if self._sock is None:
             raise PeerLost(f"no connection to the FFN server at {self._where}: {self._why_lost}")
         try:
@@ -359,20 +360,42 @@ class SocketAttentionConnector(AttentionConnector):
                 raise _Late("still loading") from None
             self._poll.poll(math.ceil(left_ns / 1e6))
             return
-        kind = Header.unpack(memoryview(self._in)[:length]).kind if length else Kind.BYE
-        if kind != Kind.READY:
-            raise EOFError(f"it sent {Kind(kind).name}" if length else "connection closed")
-        self._serving = True
+        self._take_quiet(length)
 
-    def ping(self) -> None:
+    def ping(self, silent_s: float) -> None:
         if self._lock.acquire(blocking=False):
             try:
-                if self._sock is not None and self._sock.send(_PING, _AT_ONCE) != len(_PING):
-                    self._drop("it reads nothing")  # half a message would spoil what follows
-            except OSError:
-                pass  # gone, which peer_alive tells; or it reads nothing, and then it doesn't care for this either
+                self._ping(silent_s)
+            except BlockingIOError:
+                pass  # it reads nothing; the answers that don't come tell
+            except (OSError, EOFError, ProtocolError) as error:
+                self._drop(str(error))
             finally:
                 self._lock.release()
+
+    def _ping(self, silent_s: float) -> None:
+        if self._sock is None:
+            return
+        # What waits here is read first: this process may have been the one that stood still.
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._take_quiet(self._read())
+        now = time.monotonic_ns()
+        if self._asked_ns and now - self._asked_ns > silent_s * 1e9:
+            raise EOFError(f"no sign of life from it for {(now - self._asked_ns) / 1e9:.1f} s")
+        self._asked_ns = self._asked_ns or now
+        if self._sock.send(_PING, _AT_ONCE) != len(_PING):
+            raise EOFError("it reads nothing")  # half a message would spoil what follows
+
+    def _take_quiet(self, length: int) -> None:
+        """Take a message that may come while no hop is out. Raises EOFError for its goodbye or anything else."""
+        kind = Header.unpack(memoryview(self._in)[:length]).kind if length else Kind.BYE
+        if kind == Kind.PONG:
+            self._asked_ns = 0
+        elif kind == Kind.READY:
+            self._serving = True
+        else:
+            raise EOFError(f"it sent {Kind(kind).name}" if length else "connection closed")
 
     def peer_alive(self) -> bool:
         sock = self._sock

@@ -35,6 +35,7 @@ _QUIET_NS = 3_000_000_000
 """A living peer pings twice a second; one that has been quiet for so long may be a host that has gone."""
 _LOOK_NS = 250_000_000
 _PING, _BYE = int(Kind.PING), int(Kind.BYE)
+_PONG = control(Kind.PONG)
 _ENDED = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 log = logging.getLogger(__name__)
 
@@ -200,6 +201,7 @@ class SocketFfnConnector(FfnConnector):
             return
         peer.heard_ns = time.monotonic_ns()
         if header.kind == _PING:
+            self._send(peer, _PONG)
             return
         if header.kind == _BYE:
             self._drop(peer)

@@ -148,8 +148,12 @@ class AttentionConnector(ABC):
         """
 
     @abstractmethod
-    def ping(self) -> None:
-        """Give a sign of life, unless a hop is on its way, which is one. Never waits, never fails."""
+    def ping(self, silent_s: float) -> None:
+        """Give a sign of life, unless a hop is on its way, which is one. Never waits, never fails.
+
+        The connection is closed when an earlier one has had no answer for ``silent_s`` seconds: a server that was
+        stopped keeps its connection, and nothing else tells.
+        """
 
     @abstractmethod
     def peer_alive(self) -> bool:

@@ -108,6 +108,7 @@ class IpcAttentionConnector(ShmAttentionConnector):
         self._page: HandlePage | None = None
         self._hang_up: HangUp | None = None
         self._begun = False
+        self._leaves = False
 
     # Connecting
 
@@ -206,30 +207,40 @@ class IpcAttentionConnector(ShmAttentionConnector):
                 self._end_with(f"the FFN server has gone ({error})")
 
     def _listen_in(self) -> None:
-        """Take what the FFN's host has said; between steps it is a goodbye or an error.
+        """Take what the FFN's host has said.
 
         Raises:
             PeerLost: it leaves, or has gone.
         """
+        told = self._words()
+        if told is None and self._leaves:
+            told = "the FFN server said goodbye"
+        if told is not None:
+            self._end_with(told)
+
+    def _words(self) -> str | None:
+        """What the FFN's host has said that ends the connection; None for nothing, signs of life or a goodbye."""
         try:
-            length = self._read()
+            while True:
+                self._take_quiet(self._read())
         except BlockingIOError:
-            return
-        except OSError as error:
-            self._end_with(f"the FFN server has gone ({error})")
-        self._end_with(self._told(length))
+            return None
+        except (OSError, EOFError, ProtocolError) as error:
+            return f"the FFN server has gone or failed: {error}"
+
+    def _take_quiet(self, length: int) -> None:
+        """As for every connector; but a goodbye, which may come while a step is on the GPU, is for the next step."""
+        if length >= HEADER_BYTES and Header.unpack(memoryview(self._in)[:length]).kind == Kind.BYE:
+            self._leaves = True
+        elif length >= HEADER_BYTES and Header.unpack(memoryview(self._in)[:length]).kind == Kind.ERROR:
+            raise EOFError(self._told(length))
+        else:
+            super()._take_quiet(length)
 
     def _told(self, length: int) -> str:
-        """What the message in ``_in`` says."""
-        try:
-            header = Header.unpack(memoryview(self._in)[:length]) if length >= HEADER_BYTES else None
-        except ProtocolError as error:
-            return f"the FFN server broke the protocol: {error}"
-        if header is None:
-            return "the FFN server has gone"
-        if header.kind == Kind.ERROR:
-            return f"the FFN server failed to compute layer {header.layer}: {error_text(memoryview(self._in)[:length])}"
-        return "the FFN server said goodbye" if header.kind == Kind.BYE else f"the FFN server sent {header.kind}"
+        """The text of the error in ``_in``."""
+        message = memoryview(self._in)[:length]
+        return f"layer {Header.unpack(message).layer} can't be computed: {error_text(message)}"
 
     def failure(self) -> str | None:
         """Why the steps that were waited for are worthless, None if they went well: a look at host memory."""
@@ -240,10 +251,7 @@ class IpcAttentionConnector(ShmAttentionConnector):
             status = buffers.status()
             if status.code is HopCode.OK:
                 return None
-            try:
-                told = self._told(self._read())
-            except OSError:
-                told = "no word from the FFN server"
+            told = self._words() or "no word from the FFN server"
             late = f" within {self._end.hop_timeout_s:g} s" if status.code is HopCode.DEADLINE else ""
             return f"{told}; on the GPU: {status}{late}"
 

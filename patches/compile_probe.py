@@ -1,11 +1,14 @@
 """Shows that what is installed in the place of a traced function is what torch.compile runs.
 
-`python -m afdpatch.registry.compile_probe FILE` reads a JSON list of `[replacement, kind, form]` from stdin and writes
-for each true or an error's text. torch is imported here only, in a process of its own.
+`python -m afdpatch.patches.compile_probe FILE` reads a JSON list of `[replacement, kind, form]` from stdin and writes
+for each true or an error's text. torch is imported in a process of its own.
 
 Each entry is tried twice. A stand-in of the target's form (function, method, static or class method, property) is put
 in effect the way `PatchSet` does it, around a marker, and run eagerly and compiled (fullgraph, backend "eager"): both
 must give the marker. And Dynamo is asked whether it would trace or skip the function that the entry really installs.
+
+`qwen3_moe` and `deepseek_v2` are the `probe` of the two traced entries of ours, which patch nothing: they run vLLM's
+own decoder layer around our stand-in for its FFN, and look for the one call of `afdpatch::ffn` in the compiled graph.
 """
 
 from __future__ import annotations
@@ -134,6 +137,92 @@ def probe_replacement(replacement: str, kind: str) -> None:
         raise AssertionError(f"{replacement} is marked with torch.compiler.disable")
     if trace_rules.check(value):
         raise AssertionError(f"{replacement}: Dynamo skips the functions of {value.__code__.co_filename}")
+
+
+# ---- the cut in vLLM's decoder layers -------------------------------------------------------------------------------
+
+
+def qwen3_moe() -> bool:
+    """The probe of `model.qwen3-moe`: as `hop_in_graph`."""
+    from vllm.model_executor.models.qwen3_moe import Qwen3MoeDecoderLayer, Qwen3MoeSparseMoeBlock
+
+    return hop_in_graph(Qwen3MoeDecoderLayer, Qwen3MoeSparseMoeBlock)
+
+
+def deepseek_v2() -> bool:
+    """The probe of `model.deepseek-v2`: as `hop_in_graph`."""
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV2DecoderLayer, DeepseekV2MoE
+
+    return hop_in_graph(DeepseekV2DecoderLayer, DeepseekV2MoE)
+
+
+def hop_in_graph(decoder: Any, ffn: Any) -> bool:
+    """Runs a decoder layer's own `forward`, with our stand-in as its FFN, eagerly and compiled.
+
+    The norms and the attention around it are stand-ins too; the hop adds the marker instead of crossing.
+
+    Args:
+        decoder: vLLM's class of the decoder layer.
+        ffn: the class of the FFN that is stood for.
+
+    Returns:
+        True.
+
+    Raises:
+        AssertionError: the compiled graph hasn't exactly one call of the op, or compiled and eager runs differ.
+        Exception: torch.compile couldn't trace it.
+    """
+    import torch
+    from torch import nn
+    from vllm.forward_context import ForwardContext, override_forward_context
+
+    from afdpatch.patches.model import RemoteFFN
+
+    class Norm(nn.Module):
+        def forward(self, x: Any, residual: Any = None) -> Any:
+            return x if residual is None else (x + residual, x + residual)
+
+    class Attention(nn.Module):
+        def forward(self, positions: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+            return hidden_states * 2
+
+    class Link:
+        connector: Any = None
+
+        def hop(self, hidden_states: Any, layer: int) -> Any:
+            return hidden_states + MARK
+
+    link = Link()
+    link.connector = link
+    layer = decoder.__new__(decoder)
+    nn.Module.__init__(layer)
+    layer.use_mha = layer.use_sequence_parallel_moe = False
+    layer.routed_scaling_factor, layer.layer_idx = 1.0, 0
+    layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn = Norm(), Norm(), Attention()
+    blank = ffn.__new__(ffn)
+    nn.Module.__init__(blank)
+    layer.mlp = RemoteFFN.at("layers.0.mlp", 0, blank, link)
+    calls: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        calls.append(sum("afdpatch.ffn" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    def use(x: Any) -> Any:
+        return layer(torch.arange(3), x, None)
+
+    x = torch.ones(3, 4)
+    context = ForwardContext(no_compile_layers={"layers.0.mlp": layer.mlp}, attn_metadata={}, slot_mapping={})
+    with override_forward_context(context), torch.no_grad():
+        eager = use(x)
+        compiled = torch.compile(use, fullgraph=True, backend=backend)(x)
+    if calls != [1]:
+        raise AssertionError(f"{decoder.__name__}: {calls} calls of afdpatch::ffn in the compiled graphs, not one")
+    if not all(torch.equal(one, other) for one, other in zip(eager, compiled, strict=True)):
+        raise AssertionError(f"{decoder.__name__}: compiled, it gives {compiled}; eagerly, {eager}")
+    if not eager[0].min() > MARK:
+        raise AssertionError(f"{decoder.__name__}: the eager run doesn't hop: {eager}")
+    return True
 
 
 if __name__ == "__main__":

@@ -1,0 +1,115 @@
+"""What can't be patched soundly, as far as source tells: a cache in the place of a function, a field of a dataclass."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from afdpatch.registry.fingerprint import Function
+from afdpatch.registry.source import SourceFile, SourceTree, Symbol, SymbolAbsent
+
+REASONS: dict[str, str] = {
+    "functools._lru_cache_wrapper": "its cache would go on answering, and cache_clear and cache_info would be gone",
+    "functools.partial": "it is a functools.partial; patch the function that it calls",
+    "functools.partialmethod": "it is a functools.partialmethod, which torch.compile refuses; patch what it calls",
+    "functools.singledispatchmethod": "its implementations are in a table; patch one of them by its own name",
+    "builtins.builtin_function_or_method": "it is made of C; patch the Python function that calls it",
+    "builtins.method_descriptor": "it is made of C; patch the Python function that calls it",
+    "builtins.wrapper_descriptor": "it is made of C; patch the Python function that calls it",
+    "builtins.member_descriptor": "it is a slot of a class with __slots__",
+}
+"""Why objects of these classes can't be patched, whoever finds one."""
+MADE = {
+    "lru_cache": "functools._lru_cache_wrapper",
+    "cache": "functools._lru_cache_wrapper",
+    "singledispatchmethod": "functools.singledispatchmethod",
+}
+"""Decorators that leave another object than a function, by their last name."""
+FIELDS = {
+    "Enum": "an enumeration",
+    "IntEnum": "an enumeration",
+    "StrEnum": "an enumeration",
+    "Flag": "an enumeration",
+    "IntFlag": "an enumeration",
+    "NamedTuple": "a named tuple",
+    "BaseModel": "a pydantic model",
+}
+"""Classes whose subclasses take their fields over when they are made."""
+
+
+def why_unpatchable(tree: SourceTree, symbol: Symbol) -> str | None:
+    """Why a target can't be patched, or None if its source shows no reason.
+
+    Args:
+        tree: the package's source.
+        symbol: the target as that source has it.
+    """
+    try:
+        node = tree.nodes(symbol.defined_as)[1][-1]
+    except SymbolAbsent:
+        return None
+    if isinstance(node, Function):
+        made = next((MADE[name] for name in map(last_name, node.decorator_list) if name in MADE), None)
+        return made and f"an object of {made}: {REASONS[made]}"
+    owner, _, name = symbol.defined_as.rpartition(".")
+    if symbol.kind != "value" or ":" not in owner:
+        return None
+    what = fields_of(tree, owner)
+    where = f"{owner.partition(':')[2]}.{name}"
+    return what and f"{where} is a field of {what}, whose default was taken when the class was made"
+
+
+def fields_of(tree: SourceTree, owner: str) -> str | None:
+    """What makes fields of a class's values (a dataclass, a model, an enumeration), or None."""
+    for home, node in _classes(tree, owner, set()):
+        for base in node.bases:
+            if last_name(base) in FIELDS:
+                return FIELDS[last_name(base)]
+        for decorator in node.decorator_list:
+            if last_name(decorator) == "dataclass" or _makes_dataclasses(tree, home, decorator):
+                return "a dataclass"
+    return None
+
+
+def _classes(tree: SourceTree, owner: str, seen: set[str]) -> Iterator[tuple[SourceFile, ast.ClassDef]]:
+    """A class and its bases, as far as they can be followed."""
+    if owner in seen:
+        return
+    seen.add(owner)
+    try:
+        home, nodes = tree.nodes(owner)
+    except SymbolAbsent:
+        return
+    node = nodes[-1]
+    if isinstance(node, ast.ClassDef):
+        yield home, node
+        for base in node.bases:
+            where = tree.class_of(home, base)
+            if where is not None:
+                yield from _classes(tree, where, seen)
+
+
+def _makes_dataclasses(tree: SourceTree, source: SourceFile, decorator: ast.expr) -> bool:
+    """Whether a decorator is a function of the package that is marked with `dataclass_transform`."""
+    node = decorator.func if isinstance(decorator, ast.Call) else decorator
+    if not isinstance(node, ast.Name):
+        return False
+    try:
+        _, nodes = tree.nodes(tree.definition(source.module, node.id))
+    except SymbolAbsent:
+        return False
+    return any(
+        last_name(item) == "dataclass_transform"
+        for node in nodes
+        if isinstance(node, Function)
+        for item in node.decorator_list
+    )
+
+
+def last_name(node: ast.expr) -> str:
+    """The last name of a decorator, a base or what is called: `cache` of `functools.cache()`."""
+    if isinstance(node, ast.Call):
+        node = node.func
+    if isinstance(node, ast.Subscript):
+        node = node.value
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -1,0 +1,130 @@
+"""A attention servers and F FFN servers as children of a test: started, killed part by part, started again."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from afdpatch.cli import client
+from afdpatch.cli.servers import Server, children, free_port, stop_all, wait_all
+from tests.e2e.servers import ONE_THREAD
+
+PARTS = ("api", "engine-core", "worker")
+"""The processes of a server that can be killed by themselves."""
+
+
+class Cluster:
+    """Servers by name: `attention0`, `attention1`, ..., `ffn0`, `ffn1`, ...; attention i and FFN i have the rank i.
+
+    Args:
+        words: the model and vLLM's options, for all servers.
+        folder: where the logs go, one for each start of a server.
+        extra: `connector_extra_config` of all of them.
+        cores: which core each server's thread is bound to, round robin over the servers in their order.
+        connector, host: where the roles meet.
+        within: for some servers, words before the command (`ip netns exec NAME`) and the host of their HTTP server.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        *,
+        attention: int = 1,
+        ffn: int = 1,
+        extra: dict[str, object] | None = None,
+        ffn_options: Sequence[str] = (),
+        cores: Sequence[str] = ("0", "1"),
+        connector: str = "shm",
+        host: str = "127.0.0.1",
+        within: Mapping[str, tuple[list[str], str]] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.starts: dict[str, int] = {}
+        self._commands: dict[str, tuple[list[str], int, dict[str, str], str]] = {}
+        self.servers: dict[str, Server] = {}
+        ports: list[int] = []
+        for _ in range(attention + ffn + 1):
+            ports.append(free_port(ports))
+        afd_port = ports.pop()
+        names = [("ffn", rank) for rank in range(ffn)] + [("attention", rank) for rank in range(attention)]
+        for index, (role, rank) in enumerate(names):
+            afd = {
+                "role": role,
+                "rank": rank,
+                "connector": connector,
+                "host": host,
+                "port": afd_port,
+                "num_attention_ranks": attention,
+                "num_ffn_ranks": ffn,
+                "connector_extra_config": extra or {},
+            }
+            command = [sys.executable, "-m", "afdpatch", "vllm", "serve", *words, "--port", str(ports[index])]
+            command += [*(ffn_options if role == "ffn" else ()), "--additional-config", json.dumps({"afd": afd})]
+            env = {**ONE_THREAD, "VLLM_CPU_OMP_THREADS_BIND": cores[index % len(cores)]}
+            before, at = (within or {}).get(f"{role}{rank}", ([], "127.0.0.1"))
+            self._commands[f"{role}{rank}"] = ([*before, *command], ports[index], env, at)
+
+    def __enter__(self) -> "Cluster":
+        for name in self._commands:
+            self.start(name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        stop_all(list(self.servers.values()))
+
+    def start(self, name: str) -> Server:
+        """Start a server, or start it again on the same ports with a log of its own."""
+        command, port, env, host = self._commands[name]
+        self.starts[name] = self.starts.get(name, 0) + 1
+        server = Server(name, command, port, self.folder / f"{name}.{self.starts[name]}.log", env=env, host=host)
+        self.servers[name] = server
+        server.start()
+        return server
+
+    def environment(self, name: str, **env: str | None) -> None:
+        """Lay variables over a server's environment from its next start on; None takes one away."""
+        command, port, own, host = self._commands[name]
+        merged = own | {key: value for key, value in env.items() if value is not None}
+        kept = {key: value for key, value in merged.items() if env.get(key, value) is not None}
+        self._commands[name] = (command, port, kept, host)
+
+    def another(self, like: str, name: str, extra: dict[str, object]) -> Server:
+        """A server like one of these with other `connector_extra_config`, on an HTTP port of its own; not started."""
+        command, _, env, host = self._commands[like]
+        words = list(command)
+        afd = json.loads(words[-1])["afd"]
+        afd["connector_extra_config"] |= extra
+        words[-1] = json.dumps({"afd": afd})
+        own = free_port()
+        words[words.index("--port") + 1] = str(own)
+        return Server(name, words, own, self.folder / f"{name}.log", env=env, host=host)
+
+    def wait(self, *names: str, timeout: float = 300) -> None:
+        """Wait until these servers (default: all) answer /health with 200."""
+        wait_all([self.servers[name] for name in names or self.servers], timeout)
+
+    def pid(self, name: str, part: str) -> int:
+        """The process id of a part of a server."""
+        server = self.servers[name]
+        if part == "worker":
+            return int(client.total(client.metrics(server.url), "afd_worker_pid") or 0)
+        main = server.main_pid
+        assert main is not None, f"{name} is gone"
+        return main if part == "api" else next(pid for pid in children(main) if "EngineCore" in title(pid))
+
+    def signal(self, name: str, part: str, number: int = signal.SIGKILL) -> int:
+        """Send a signal to a part of a server; its process id."""
+        pid = self.pid(name, part)
+        os.kill(pid, number)
+        return pid
+
+
+def title(pid: int) -> str:
+    """A process's title, as ps shows it."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""

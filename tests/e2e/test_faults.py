@@ -1,0 +1,250 @@
+"""The fault matrix: each row is a real fault in a real server, at a moment chosen to the hop; docs/faults.md has it.
+
+`make test-full` runs it; with AFDPATCH_FAULTS=FILE the measured table is written there.
+"""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from afdpatch.cli import client
+from afdpatch.cli.load import make_prompts
+from afdpatch.cli.servers import Server, get_status, stop_all
+from afdpatch.cli.topology import stock
+from tests.e2e.cluster import Cluster
+from tests.e2e.driver import rpc
+from tests.e2e.servers import MODELS, ONE_THREAD, until
+from tests.e2e.workers import FAULT
+
+MODEL = MODELS / "qwen3-moe"
+LAYERS = 4
+WORDS = [
+    *(str(MODEL), "--served-model-name", "m", "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "1024"),
+    *("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--kv-cache-memory-bytes", str(1 << 27)),
+    *("--block-size", "32"),
+]
+pytestmark = pytest.mark.full
+ZEROABLE = ["--worker-cls", "tests.e2e.workers.SwitchableFFNWorker"]
+EXTRA: dict[str, object] = {"hop_timeout_s": 8, "recovery_timeout_s": 150, "peer_timeout_s": 8}
+SHORT, LONG = make_prompts(2, 8)[0], " ".join(make_prompts(8, 30))
+TOKENS = 40
+MOMENTS = {"prefill": (LONG, 3 * LAYERS + 2), "decode": (SHORT, 12 * LAYERS + 3)}
+"""The prompt, and the hop at which the fault comes: in the middle of the fourth chunk, and of the twelfth step."""
+KILL, STOP, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A signal to a process of a server at a moment; what must be seen, and within how many seconds.
+
+    Outcomes: `taken over` (a replica answers, the stream only pauses), `waits` (no replica: the stream ends right once
+    the server is back), `others go on` (an attention server ends: its neighbour's stream is whole, its own breaks).
+    """
+
+    role: str
+    process: str
+    signal: signal.Signals
+    moment: str
+    outcome: str
+    bound_s: float
+
+    @property
+    def name(self) -> str:
+        """The row's name."""
+        return f"{self.signal.name} {self.role} {self.process}, {self.moment}: {self.outcome}"
+
+
+FAULTS = [
+    *(
+        Fault("ffn", process, sign, moment, outcome, bound)
+        for outcome, bound in (("taken over", 40.0), ("waits", 120.0))
+        for process in ("worker", "engine-core", "api")
+        for sign in (KILL, STOP, TERM)
+        for moment in MOMENTS
+        if not (sign is TERM and process != "api") and not (sign is STOP and process != "worker")
+    ),
+    *(
+        Fault("attention", process, sign, moment, "others go on", 60.0)
+        for process in ("worker", "engine-core", "api")
+        for sign in (KILL, STOP)
+        for moment in MOMENTS
+        if not (sign is STOP and process != "worker")
+    ),
+]
+TABLE: list[tuple[Fault, float]] = []
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What stock vLLM says, by prompt."""
+    server = stock(WORDS, tmp_path_factory.mktemp("stock"), binding={"VLLM_CPU_OMP_THREADS_BIND": "0"})
+    server.env |= ONE_THREAD
+    with server:
+        server.wait_ready(300)
+        return {prompt: tokens_of(server, prompt) for prompt in (SHORT, LONG)}
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One attention server, two FFN servers."""
+    folder = tmp_path_factory.mktemp("replicas")
+    with Cluster(WORDS, folder, attention=1, ffn=2, extra=EXTRA, ffn_options=ZEROABLE) as cluster:
+        cluster.wait()
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two attention servers, one FFN server."""
+    folder = tmp_path_factory.mktemp("shared")
+    with Cluster(WORDS, folder, attention=2, ffn=1, extra=EXTRA, ffn_options=ZEROABLE) as cluster:
+        cluster.wait()
+        yield cluster
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table() -> Iterator[None]:
+    """Writes what was measured, if somebody asks for it."""
+    yield
+    path = os.environ.get("AFDPATCH_FAULTS")
+    if path and TABLE:
+        lines = ["| fault | process | moment | outcome | bound | measured |", "|---|---|---|---|---|---|"]
+        for fault, seconds in TABLE:
+            what = f"{fault.signal.name} | {fault.role} {fault.process} | {fault.moment} | {fault.outcome}"
+            lines.append(f"| {what} | {fault.bound_s:.0f} s | {seconds:.1f} s |")
+        Path(path).write_text("\n".join(lines) + "\n")
+
+
+def tokens_of(server: Server, prompt: str) -> list[str]:
+    """A streamed answer's tokens; an error where it breaks."""
+    *_, answer = client.stream(server.url, "m", prompt, TOKENS, ignore_eos=True, timeout=200)
+    return [token.text for token in answer.tokens]
+
+
+class Stream(threading.Thread):
+    """An answer that comes while the test does something else."""
+
+    def __init__(self, server: Server, prompt: str) -> None:
+        super().__init__(daemon=True)
+        self.server, self.prompt = server, prompt
+        self.tokens: list[str] = []
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Ask."""
+        try:
+            self.tokens = tokens_of(self.server, self.prompt)
+        except (OSError, ValueError) as error:
+            self.error = error
+
+    def result(self, seconds: float) -> list[str]:
+        """The tokens, within a bound."""
+        self.join(seconds)
+        assert not self.is_alive(), f"expected the stream of {self.server.name} to end within {seconds:g} s"
+        assert self.error is None, self.error
+        return self.tokens
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_ends_as_the_table_says(
+    request: pytest.FixtureRequest, expected: dict[str, list[str]], fault: Fault
+) -> None:
+    taken_over = fault.outcome == "taken over"
+    cluster: Cluster = request.getfixturevalue("replicas" if taken_over else "shared")
+    attention = cluster.servers["attention0"]
+    prompt, hop = MOMENTS[fault.moment]
+    victim = cluster.servers["ffn0" if fault.role == "ffn" else "attention0"]
+    pid = cluster.pid(victim.name, fault.process)
+    repeats = page(attention)["afd_hops_repeated"]
+    # Two replicas get a rank's hops in turn, so ffn0 sees every second one.
+    rpc(cluster.servers["ffn0"].url, "signal_at", hop // 2 if taken_over else hop, pid, int(fault.signal))
+    stream = Stream(attention, prompt)
+    begin = time.monotonic()
+    try:
+        until(lambda: stopped_or_gone(pid), 60, f"the fault strikes process {pid}")
+        if fault.outcome == "others go on":
+            assert Stream(cluster.servers["attention1"], prompt).result(fault.bound_s) == expected[prompt]
+            until(lambda: page(cluster.servers["ffn0"])["afd_peers"] == 1, fault.bound_s, "one peer at the FFN server")
+        elif fault.outcome == "waits":
+            until(lambda: get_status(attention.host, attention.port, "/health") == 503, 30, "503 while hops wait")
+            mend(cluster, victim, fault, pid)
+            assert stream.result(fault.bound_s) == expected[prompt]
+        else:
+            assert stream.result(fault.bound_s) == expected[prompt]
+        TABLE.append((fault, time.monotonic() - begin))
+        if fault.role == "ffn":
+            assert page(attention)["afd_hops_repeated"] > repeats
+    finally:
+        mend(cluster, victim, fault, pid)
+        cluster.wait(timeout=180)
+    assert tokens_of(cluster.servers["attention0"], prompt) == expected[prompt]
+
+
+def stopped_or_gone(pid: int) -> bool:
+    """Whether a process is stopped, a zombie or gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "TZ"
+    except OSError:
+        return True
+
+
+def mend(cluster: Cluster, server: Server, fault: Fault, pid: int) -> None:
+    """Let a stopped process go on, or start the server again once it has ended; nothing when that was done already."""
+    if fault.signal is STOP:
+        os.kill(pid, signal.SIGCONT)
+    elif cluster.servers[server.name] is server:
+        until(lambda: server.exit_code is not None, 60, f"{server.name} ends after {fault.name}")
+        cluster.start(server.name)
+
+
+def page(server: Server) -> dict[str, float]:
+    """A server's AFD counters by name, summed over ranks."""
+    return {
+        name.removesuffix("_total"): sum(value for _, value in samples)
+        for name, samples in client.metrics(server.url).items()
+        if name.startswith("afd_")
+    }
+
+
+def peers(server: Server) -> float:
+    """How many peers a server has."""
+    return page(server)["afd_peers"]
+
+
+@pytest.mark.parametrize("moment", ["load", "warm-up"])
+def test_an_ffn_server_that_dies_while_the_pair_starts_is_waited_for(
+    tmp_path: Path, expected: dict[str, list[str]], moment: str
+) -> None:
+    cluster = Cluster(WORDS, tmp_path, extra=EXTRA, ffn_options=ZEROABLE)
+    fault = "load 9" if moment == "load" else f"hop {LAYERS // 2} 9"
+    try:
+        cluster.environment("ffn0", **{FAULT: fault})
+        first = cluster.start("ffn0")
+        cluster.start("attention0")
+        until(lambda: first.exit_code is not None, 180, "the FFN server dies")
+        cluster.environment("ffn0", **{FAULT: None})
+        cluster.start("ffn0")
+        cluster.wait(timeout=200)
+        assert tokens_of(cluster.servers["attention0"], SHORT) == expected[SHORT]
+    finally:
+        stop_all(list(cluster.servers.values()))
+
+
+def test_sigterm_of_an_attention_server_whose_ffn_server_is_gone_ends_in_time(tmp_path: Path) -> None:
+    with Cluster(WORDS, tmp_path, extra=EXTRA, ffn_options=ZEROABLE) as cluster:
+        cluster.wait()
+        cluster.signal("ffn0", "worker")
+        attention = cluster.servers["attention0"]
+        Stream(attention, LONG)
+        until(lambda: page(attention)["afd_peers"] == 0, 30, "the loss is seen")
+        attention.send(signal.SIGTERM)
+        until(lambda: attention.exit_code is not None, 20, "the attention server ends within 20 s of SIGTERM")
+        assert attention.exit_code == 0, json.dumps(attention.log.path.read_text()[-3000:])

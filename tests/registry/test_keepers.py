@@ -1,0 +1,219 @@
+"""Who keeps an original, read from source: `verify` refuses it without an import, and `apply` alike."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from afdpatch.registry import Lock, NotInEffect, SourceTree, lock_path
+from afdpatch.registry.keepers import keepers_of
+from tests.registry.conftest import World
+
+# What stands in PKG.core after `free` and `Engine`: (code, kind and name of the keeper, without the package)
+KEEPS = {
+    "default": ("def use(f=free): ...", ("default", "a default argument or closure of core.use")),
+    "keyword default": ("def use(*, f=free): ...", ("default", "a default argument or closure of core.use")),
+    "default of a lambda": ("use = lambda f=free: f", ("default", "a default argument or closure of core.use")),
+    "default of a method": (
+        "class C:\n    def use(self, f=free): ...",
+        ("default", "a default argument or closure of core.C.use"),
+    ),
+    "name": ("other = free", ("name", "core.other")),
+    "annotated name": ("other: object = free", ("name", "core.other")),
+    "names": ("a, b = free, 1", ("name", "core.a")),
+    "chained": ("a = b = free", ("name", "core.a")),
+    "either": ("other = LIMIT or free", ("name", "core.other")),
+    "table": ("T = {'x': free}", ("container", "dict['x'], core.T")),
+    "nested": ("T = {'x': [(1, free)]}", ("container", "dict['x'], list, tuple, core.T")),
+    "key": ("T = {free: 1}", ("container", "dict, core.T")),
+    "set": ("T = {free}", ("container", "set, core.T")),
+    "comprehension": ("T = [free for _ in range(2)]", ("container", "list, core.T")),
+    "table filled later": ("T = {}\nT['x'] = free", ("container", "T['x'] set in core")),
+    "added to a list": ("T = []\nT += [free]", ("container", "list, core.T")),
+    "partial": ("import functools\nP = functools.partial(free, 1)", ("wrapper", "functools.partial, core.P")),
+    "cache": ("import functools\nP = functools.lru_cache(free)", ("wrapper", "functools cache, core.P")),
+    "wraps": ("import functools\n@functools.wraps(free)\ndef use(): ...", ("wrapper", "an attribute of core.use")),
+    "class attribute": ("class C:\n    f = staticmethod(free)", ("wrapper", "staticmethod, core.C.f")),
+    "under if": ("if LIMIT:\n    other = free\nelse:\n    pass", ("name", "core.other")),
+    "under try": ("try:\n    other = free\nexcept ValueError:\n    pass", ("name", "core.other")),
+    "under with and for": ("for i in (1,):\n    other = free", ("name", "core.other")),
+    "set on a class": ("Engine.extra = free", ("attribute", "core.Engine.extra")),
+    "alias of a method": ("class C:\n    again = Engine.run", ("name", "core.C.again")),
+}
+KEEPS_NOT = {
+    "call": "x = free(1)",
+    "use in a function": "def use():\n    return [free]",
+    "use in a lambda": "use = lambda: free",
+    "another's name": "class C:\n    def free(self): ...\nx = C().free",
+    "comparison": "x = helper is free",
+    "attribute of it": "x = free.__name__",
+    "for checkers": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    other = free",
+    "annotation": "def use(f: 'free' = None) -> None: ...",
+}
+
+
+def keep(world: World, code: str) -> None:
+    path = world.site / world.package / "core.py"
+    path.write_text(path.read_text() + "\n\n" + code + "\n")
+
+
+def target(code: str) -> str:
+    return "PKG.core:Engine.run" if "Engine.run" in code else "PKG.core:free"
+
+
+@pytest.mark.parametrize("when", ["always", "role"])
+@pytest.mark.parametrize("name", KEEPS)
+def test_what_the_target_s_own_module_keeps_is_refused_by_verify_and_at_run_time_alike(
+    world: World, capsys: pytest.CaptureFixture[str], name: str, when: str
+) -> None:
+    code, (kind, where) = KEEPS[name]
+    keep(world, code)
+    patches = world.patchset(world.entry(target(code), when=when))
+    (keeper,) = Lock.read(lock_path(world.manifest, "1.0")).keepers[world.text(target(code))][:1]
+    where = where.replace("core.", f"{world.package}.core.").replace("in core", f"in {world.package}.core")
+    assert (keeper.kind, keeper.where) == (kind, where)
+    capsys.readouterr()
+    assert world.verify("--format", "json") == 7
+    (finding,) = json.loads(capsys.readouterr().out)["entries"][0]["findings"]
+    assert finding["verdict"] == "held" and where in finding["found"]
+    assert world.package not in sys.modules
+    with pytest.raises(NotInEffect) as caught:
+        patches.arm()
+        if when == "role":
+            patches.apply(role="red", process="worker")
+        world.load("PKG.core")
+    assert (caught.value.exit_code, caught.value.found) == (7, finding["found"])
+
+
+@pytest.mark.parametrize("name", KEEPS_NOT)
+def test_what_only_uses_it_keeps_nothing(world: World, name: str) -> None:
+    keep(world, KEEPS_NOT[name])
+    world.declare(world.entry())
+    assert world.pin() == 0
+    assert world.verify() == 0
+    assert not Lock.read(lock_path(world.manifest, "1.0")).keepers
+
+
+USERS = {
+    "by name": "from .core import free\nother = free",
+    "renamed": "from .core import free as f\nother = f",
+    "by module": "from . import core\nother = core.free",
+    "by renamed module": "from . import core as c\nother = c.free",
+    "by full name": "import PKG.core\nother = PKG.core.free",
+    "by full renamed name": "import PKG.core as c\nother = c.free",
+    "by another module": "from .again import free\nother = free",
+    "by star": "from .core import *\nother = free",
+}
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_another_module_is_in_the_way_of_a_role_s_entry_only(world: World, name: str) -> None:
+    world.write(f"{world.package}/again.py", "from .core import free\n")
+    world.write(f"{world.package}/user.py", USERS[name])
+    holders = ["PKG.again", *(["PKG.user"] if "free as" in USERS[name] or "import free" in USERS[name] else [])]
+    holders += ["PKG.user"] if "*" in USERS[name] else []
+    world.declare(world.entry(holders=[] if name == "by another module" else holders))
+    assert world.pin() == 0
+    assert world.verify() == 7
+    found = Lock.read(lock_path(world.manifest, "1.0")).keepers[f"{world.package}.core:free"]
+    assert f"{world.package}.user.other" in [keeper.where for keeper in found if keeper.kind == "name"]
+    patches = world.patchset(world.entry(when="always"))
+    assert world.verify() == 0
+    patches.arm()
+    assert world.load("PKG.user").other(1) == ("ours", 8)
+
+
+def test_an_unlisted_holder_is_in_the_way_of_a_role_s_entry(world: World) -> None:
+    world.write(f"{world.package}/user.py", "\nfrom .core import free as f\n")
+    patches = world.patchset(world.entry())
+    assert world.verify() == 7
+    with pytest.raises(NotInEffect, match=rf"{world.package}\.user\.f \({world.package}/user\.py:2\)"):
+        patches.apply(role="red", process="worker")
+    world.declare(world.entry(holders=["PKG.user"]))
+    assert (world.pin(), world.verify()) == (0, 0)
+
+
+def drifted(world: World, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert world.verify("--format", "json") == 4
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return str([finding["found"] for entry in report["entries"] for finding in entry["findings"]])
+
+
+def test_an_override_or_an_argument_that_was_pinned_is_known_and_a_new_one_is_drift(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sub = "from .core import Engine as Base\nclass Sub(Base): ...\nclass Deep(Sub):\n    def run(self, x): ...\n"
+    world.write(f"{world.package}/sub.py", sub)
+    world.write(f"{world.package}/user.py", "from . import core\ncore.helper(core.free)\n")
+    world.declare(world.entry(), world.entry("PKG.core:Engine.run"))
+    assert (world.pin(), world.verify()) == (0, 0)
+    tree = SourceTree.at(world.package, world.site)
+    found = keepers_of(tree, f"{world.package}.core:Engine.run", "function")
+    assert [(keeper.kind, keeper.where) for keeper in found] == [("override", f"{world.package}.sub.Deep.run")]
+    world.write(f"{world.package}/sub.py", "# moved\n\n\n" + sub)
+    assert world.verify() == 0
+    world.write(f"{world.package}/more.py", "from .sub import Sub\nclass More(Sub):\n    run = None\n")
+    assert f"{world.package}.more.More.run overrides" in drifted(world, capsys)
+    (world.site / world.package / "more.py").unlink()
+    world.write(f"{world.package}/more.py", "from . import core\nprint(core.free)\n")
+    assert "an argument of print" in drifted(world, capsys)
+
+
+def test_a_class_s_subclasses_are_named_and_those_of_other_modules_come_after_an_always_entry(world: World) -> None:
+    world.write(f"{world.ours}/sub.py", "from PKG.core import Engine\nclass Engine(Engine): ...\n")
+    world.write(f"{world.package}/user.py", "from .core import Engine\nclass Sub(Engine): ...\n")
+    keys: dict[str, Any] = {"kind": "replace", "replacement": "OURS.sub:Engine", "holders": ["PKG.user"]}
+    patches = world.patchset(world.entry("PKG.core:Engine", **keys))
+    assert world.verify() == 7
+    with pytest.raises(NotInEffect, match=rf"{world.package}\.user\.Sub"):
+        patches.apply(role="red", process="worker")
+    patches = world.patchset(world.entry("PKG.core:Engine", when="always", **keys))
+    assert world.verify() == 0
+    keep(world, "class Near(Engine): ...")
+    assert (world.pin(), world.verify()) == (0, 7)
+
+
+# (source of PKG.zoo, target, words)
+FORMS = {
+    "cache": ("import functools\n@functools.cache\ndef f(x): ...", "f", "cache_clear"),
+    "renamed cache": ("from functools import lru_cache\n@lru_cache(maxsize=2)\ndef f(x): ...", "f", "cache_clear"),
+    "single dispatch": (
+        "import functools\nclass C:\n    @functools.singledispatchmethod\n    def f(self, x): ...",
+        "C.f",
+        "in a table",
+    ),
+    "dataclass": ("from dataclasses import dataclass\n@dataclass\nclass C:\n    f: int = 1", "C.f", "a dataclass"),
+    "derived dataclass": (
+        "from dataclasses import dataclass\n@dataclass\nclass B:\n    f: int = 1\nclass C(B): ...",
+        "C.f",
+        "a dataclass",
+    ),
+    "the package's own": (
+        "import dataclasses\nfrom typing_extensions import dataclass_transform\n@dataclass_transform()\n"
+        "def config(c):\n    return dataclasses.dataclass(c)\n@config\nclass C:\n    f: int = 1",
+        "C.f",
+        "a dataclass",
+    ),
+    "model": ("from pydantic import BaseModel\nclass C(BaseModel):\n    f: int = 1", "C.f", "a pydantic model"),
+    "enumeration": ("import enum\nclass C(enum.IntEnum):\n    f = 1", "C.f", "an enumeration"),
+    "named tuple": ("from typing import NamedTuple\nclass C(NamedTuple):\n    f: int = 1", "C.f", "a named tuple"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_cannot_be_patched_is_refused_by_its_source(
+    world: World, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    source, qualname, words = FORMS[name]
+    world.write(f"{world.package}/zoo.py", source)
+    kind = "wrap" if words in ("cache_clear", "in a table") else "replace"
+    world.declare(world.entry(f"PKG.zoo:{qualname}", kind=kind, replacement="OURS.patches:ready"))
+    assert world.pin() == 0
+    capsys.readouterr()
+    assert world.verify() == 2
+    out = capsys.readouterr().out
+    assert "unpatchable" in out and words in " ".join(out.split())
