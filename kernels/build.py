@@ -25,7 +25,7 @@ class Launch(ctypes.Structure):
     """`Launch` of hop.cu, field by field; what each is stands there."""
 
     _fields_ = (
-        *[(name, ctypes.c_void_p) for name in ("source", "out", "peer", "own", "state", "record", "host", "trace")],
+        *[(name, ctypes.c_void_p) for name in ("source", "out", "own", "state", "record", "host", "trace")],
         ("deadline_ns", ctypes.c_uint64),
         ("payload_at", ctypes.c_uint64),
         *[

@@ -31,9 +31,11 @@ constexpr uint32_t kUnroll = 4;
 enum Code : uint32_t { kDeadline = 1, kAborted = 2, kSequence = 3, kPlace = 4, kRows = 5, kTurn = 6 };
 
 // Counters of one slot. In each kernel one is read by all blocks and the other written by one, so there is no race.
+// The peer's slot stands here and not in the launch, so that a captured graph goes on with another peer's buffers.
 struct SlotState {
   uint32_t sent;
   uint32_t received;
+  char* peer;  // the slot in the peer's memory
 };
 
 struct Record {
@@ -49,7 +51,6 @@ struct Host {
 struct Launch {
   const void* source;     // rows to send, local
   void* out;              // where received rows go, local; null: they stay in the slot (bulk)
-  char* peer;             // the slot in the peer's memory
   char* own;              // the slot in own memory
   SlotState* state;       // local
   Record* record;         // local, the first error
@@ -230,11 +231,12 @@ __global__ void __launch_bounds__(kMaxThreads) packed_hop(const Launch a) {
   begin();
   const uint32_t workers = blockDim.x - 32;
   const uint32_t n = number(a, kSend);
+  char* const peer = kSend ? a.state->peer : nullptr;
   const bool broken = peek(&a.record->code) != 0;  // threads may differ: none may leave before the gate
   if (threadIdx.x >= workers) {
     if (broken || blockIdx.x != 0 || threadIdx.x != workers || !in_turn(a, kSend)) return;
     uint32_t place, rows;
-    if (kSend) push_line(a.peer + kHeaderAt, (a.layer << 16) | a.micro_batch, a.rows, n);
+    if (kSend) push_line(peer + kHeaderAt, (a.layer << 16) | a.micro_batch, a.rows, n);
     if (kReceive && !(await_line(a, a.own + kHeaderAt, n, place, rows) && fits(a, place, rows))) return;
     close_turn(a, kSend, kReceive, n);
     return;
@@ -246,7 +248,7 @@ __global__ void __launch_bounds__(kMaxThreads) packed_hop(const Launch a) {
 #pragma unroll 4
     for (uint32_t i = first; i < last; i += workers) {
       const uint2 v = source[i];
-      push_line(a.peer + kLinesAt + 16ull * i, v.x, v.y, n);
+      push_line(peer + kLinesAt + 16ull * i, v.x, v.y, n);
     }
   }
   if (kReceive) {
@@ -275,6 +277,7 @@ __global__ void __launch_bounds__(kMaxThreads) bulk_hop(const Launch a) {
   const uint32_t first = blockIdx.x * a.per_block + threadIdx.x;
   const uint32_t last = min(a.units, (blockIdx.x + 1) * a.per_block);
   const bool leads = threadIdx.x == 0;
+  char* const peer = kSend ? a.state->peer : nullptr;
   uint32_t n = 0;
   bool stop = false;
   uint4 held[kUnroll];
@@ -286,8 +289,8 @@ __global__ void __launch_bounds__(kMaxThreads) bulk_hop(const Launch a) {
   }
   if (__syncthreads_or(stop)) return;
   if (kSend) {
-    uint4* target = reinterpret_cast<uint4*>(a.peer + a.payload_at);
-    uint32_t* mark = reinterpret_cast<uint32_t*>(a.peer + blockIdx.x * kMarkBytes);
+    uint4* target = reinterpret_cast<uint4*>(peer + a.payload_at);
+    uint32_t* mark = reinterpret_cast<uint32_t*>(peer + blockIdx.x * kMarkBytes);
     if (leads) {
       stamp(mark + 1, a.layer << 16 | a.micro_batch);
       stamp(mark + 2, a.rows);

@@ -98,16 +98,17 @@ class HopBuffers:
         self._trace: Tensor | None = None
         self._peer = 0
         self._imported = False
-        self._host = torch.zeros(WORDS, dtype=torch.int32, pin_memory=True)
-        self._state = torch.zeros((1 + geometry.slots) * WORDS, dtype=torch.int32, device=device)
-        pointer = ctypes.c_void_p()
-        with torch.cuda.device(device):
+        # Inference tensors could not be written to outside of inference mode, as `abort` does from any thread.
+        with torch.inference_mode(False), torch.cuda.device(device):
+            self._host = torch.zeros(WORDS, dtype=torch.int32, pin_memory=True)
+            self._state = torch.zeros((1 + geometry.slots) * WORDS, dtype=torch.int32, device=device)
+            pointer = ctypes.c_void_p()
             self._check(
                 self._library.afd_hop_allocate(geometry.total_bytes, ctypes.byref(pointer)),
                 f"can't allocate {geometry.total_bytes} bytes",
             )
-        self._own = int(pointer.value or 0)
-        self._memory = torch.as_tensor(_Memory(self._own, geometry.total_bytes), device=device)
+            self._own = int(pointer.value or 0)
+            self._memory = torch.as_tensor(_Memory(self._own, geometry.total_bytes), device=device)
 
     @classmethod
     def create(
@@ -140,6 +141,11 @@ class HopBuffers:
         geometry = geometry or Geometry(max_rows, hidden, dtype, slots)
         return cls(geometry, torch.device(device), initiator, deadline_s, overlap)
 
+    @property
+    def connected(self) -> bool:
+        """Whether the peer's buffers are open."""
+        return bool(self._peer)
+
     def handle(self) -> bytes:
         """What the peer's `open` needs, `layout.HANDLE_BYTES` bytes. Good for another process, while this one lives."""
         ipc = ctypes.create_string_buffer(64)
@@ -163,7 +169,8 @@ class HopBuffers:
                 "can't map the peer's buffers; the peer must be another process that lives, on a GPU of this host that "
                 "CUDA_VISIBLE_DEVICES shows here too",
             )
-        self._peer, self._imported = int(pointer.value or 0), True
+        self._imported = True
+        self._aim(int(pointer.value or 0))
 
     def connect(self, peer: HopBuffers) -> None:
         """Like `open`, both ways, with buffers of the same process (on another GPU, or for tests on the same).
@@ -182,7 +189,7 @@ class HopBuffers:
                         self._library.afd_hop_reach(there.device.index), f"{here.device} can't reach {there.device}"
                     )
                 _REACHED.add((here.device, there.device))
-            here._peer = there._own
+            here._aim(there._own)
 
     def send(self, tensor: Tensor, layer: int, micro_batch: int = 0) -> None:
         """Write `tensor` ([rows, hidden], contiguous, on this device) into the peer's slot of `micro_batch`."""
@@ -255,13 +262,19 @@ class HopBuffers:
         self._memory.zero_()
         self._state.zero_()
         self._host.zero_()
-        torch.cuda.synchronize(self.device)
+        self._aim(self._peer)
 
     def disconnect(self) -> None:
-        """Unmap the peer's buffers; waits for the device."""
+        """Unmap the peer's buffers; waits for the device.
+
+        Until another peer's are open and `reset` was called, no launch does anything: captured graphs may be replayed,
+        and go on with the new peer.
+        """
         if not self._peer:
             return
         with torch.cuda.device(self.device):
+            torch.cuda.synchronize(self.device)
+            self._state[0] = int(HopCode.ABORTED)
             torch.cuda.synchronize(self.device)
             if self._imported:
                 self._check(self._library.afd_hop_unimport(self._peer), "can't unmap the peer's buffers")
@@ -301,7 +314,6 @@ class HopBuffers:
         launch = build.Launch(
             source=None if source is None else source.data_ptr(),
             out=None if out is None else out.data_ptr(),
-            peer=self._peer + offset,
             own=self._own + offset,
             state=self._state.data_ptr() + 4 * WORDS * (1 + micro_batch),
             record=self._state.data_ptr(),
@@ -340,6 +352,14 @@ class HopBuffers:
                 f"hop: expected {list(shape)} {self.dtype}, contiguous from a multiple of 16 bytes on {self.device}, "
                 f"found {_describe(tensor)}"
             )
+
+    def _aim(self, peer: int) -> None:
+        """Tell the device where the peer's slots are; waits for it."""
+        self._peer = peer
+        slots = self._state.view(torch.int64).view(-1, WORDS // 2)[1:]
+        addresses = [peer and peer + index * self.geometry.slot_bytes for index in range(self.geometry.slots)]
+        slots[:, 1] = torch.tensor(addresses, dtype=torch.int64)
+        torch.cuda.synchronize(self.device)
 
     def _slot(self, micro_batch: int) -> int:
         if not 0 <= micro_batch < self.geometry.slots:

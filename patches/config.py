@@ -29,7 +29,7 @@ FFN_KV_BYTES = 1 << 20
 SHUTDOWN_S = 10
 """Seconds that requests in flight have at SIGTERM. vLLM's own default, 0, kills the EngineCore at once, which then can
 leave its shared memory behind."""
-WORKERS = {"cpu": "afdpatch.patches.worker_cpu"}
+WORKERS = {"cpu": "afdpatch.patches.worker_cpu", "cuda": "afdpatch.patches.worker_gpu"}
 """Module of the role's workers, by vLLM's device type."""
 SCHEDULERS = {False: "afdpatch.patches.scheduler.AfdScheduler", True: "afdpatch.patches.scheduler.AfdAsyncScheduler"}
 """The attention role's scheduler, by whether vLLM schedules asynchronously."""
@@ -121,6 +121,8 @@ def _settle(args: "EngineArgs", afd: AfdConfig) -> None:
     workers = WORKERS.get(current_platform.device_type)
     if workers is None:
         raise refuse(tables(), "device", current_platform.device_type)
+    if current_platform.device_type == "cuda":
+        _settle_graphs(args, afd)
     if args.worker_cls == "auto":
         args.worker_cls = f"{workers}.{'AttentionWorker' if afd.role == 'attention' else 'FFNWorker'}"
     if args.shutdown_timeout == 0:
@@ -137,6 +139,19 @@ def _settle(args: "EngineArgs", afd: AfdConfig) -> None:
         args.enable_prefix_caching = False
         if args.kv_cache_memory_bytes is None:
             args.kv_cache_memory_bytes = FFN_KV_BYTES
+
+
+def _settle_graphs(args: "EngineArgs", afd: AfdConfig) -> None:
+    """On the FFN server no forward of the model is compiled or captured: its graphs are those of the steps.
+
+    On the attention server, the graphs that hops can go into.
+    """
+    from vllm.config import CUDAGraphMode
+
+    if afd.role == "ffn":
+        args.enforce_eager = True
+    elif not args.enforce_eager and args.compilation_config.cudagraph_mode is None:
+        args.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
 
 
 def _verify() -> None:

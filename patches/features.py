@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
+TRANSPORTS = {"cpu": ("shm", "tcp"), "cuda": ("ipc",)}
+"""What can carry the hops of a server on a device, by vLLM's device type."""
 LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
 EXECUTORS = (None, "uni", "mp")
 
@@ -42,9 +44,25 @@ def _offload(vllm: "VllmConfig") -> str | None:
     return "on" if on else None
 
 
+def _on_gpu(vllm: "VllmConfig") -> bool:
+    return bool(vllm.device_config.device_type == "cuda")
+
+
 CHECKS: dict[str, Check] = {
-    "device": lambda afd, c: c.device_config.device_type != "cpu" and c.device_config.device_type,
-    "runner-v2": lambda afd, c: c.use_v2_model_runner,
+    "device": lambda afd, c: c.device_config.device_type not in TRANSPORTS and c.device_config.device_type,
+    "transport": lambda afd, c: (
+        afd.transport not in TRANSPORTS[c.device_config.device_type]
+        and f"{afd.connector} on {c.device_config.device_type}"
+    ),
+    "runner-v2": lambda afd, c: c.device_config.device_type == "cpu" and c.use_v2_model_runner,
+    "piecewise-graphs": lambda afd, c: (
+        _on_gpu(c)
+        and afd.role == "attention"
+        and c.compilation_config.cudagraph_mode.has_piecewise_cudagraphs()
+        and c.compilation_config.cudagraph_mode.name
+    ),
+    "gpu-tensor-parallel": lambda afd, c: _on_gpu(c) and _above_one(c.parallel_config.tensor_parallel_size),
+    "gpu-data-parallel": lambda afd, c: _on_gpu(c) and _above_one(c.parallel_config.data_parallel_size),
     "gate-on-attention": lambda afd, c: afd.compute_gate_on_attention,
     "ffn-data-parallel": lambda afd, c: afd.role == "ffn" and _above_one(c.parallel_config.data_parallel_size),
     "load-balancing": lambda afd, c: _load_balancing(c),

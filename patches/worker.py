@@ -5,8 +5,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from afdpatch.patches.model import ffns
 from afdpatch.patches.parallel import FfnGroup, place_of, set_computes_experts, shared_hop
 from afdpatch.patches.scheduler import LostStep
 from afdpatch.patches.settings import AfdSettings, settings_of
-from afdpatch.runtime.connectors.base import ConnectorError
+from afdpatch.runtime.connectors.base import ConnectorError, FfnConnector
 from afdpatch.runtime.connectors.factory import ffn_connector
 from afdpatch.runtime.ffn_loop import FfnLoop
 from afdpatch.runtime.peer_watch import PeerWatch
@@ -117,12 +117,14 @@ class Link:
 class AttentionLink(Link):
     """The attention worker's side: its way to the FFN servers, None on a worker that doesn't lead."""
 
-    def __init__(self, settings: AfdSettings, vllm_config: "VllmConfig", tp_rank: int) -> None:
+    def __init__(
+        self, settings: AfdSettings, vllm_config: "VllmConfig", tp_rank: int, make_route: Callable[..., Any]
+    ) -> None:
         super().__init__(settings, vllm_config, tp_rank)
         self._timeout_s = settings.config.connect_timeout_s
         self._shares = vllm_config.parallel_config.tensor_parallel_size > 1
         self._step_s = STEP_SHARE * envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
-        self.route = Route(settings.config, self.rank, self.page) if self.leads else None
+        self.route: Any = make_route(settings.config, self.rank, self.page) if self.leads else None
         self._watch = PeerWatch(self.route, self.page, on_orphaned=_die)
 
     def connect(self, greeting: Greeting) -> None:
@@ -147,7 +149,8 @@ class AttentionLink(Link):
         route = self.route
         if not self._shares:
             assert route is not None
-            return route.hop(hidden_states, layer)
+            result: torch.Tensor = route.hop(hidden_states, layer)
+            return result
         hop = None if route is None else lambda: route.hop(hidden_states, layer)
         return shared_hop(get_tp_group(), hop, hidden_states)
 
@@ -172,11 +175,12 @@ class AttentionRole:
 
     vllm_config: "VllmConfig"
     rank: int
+    make_route: Callable[..., Any] = Route
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = _settings(self.vllm_config, "attention")
-        self.link = self.settings.link = AttentionLink(self.settings, self.vllm_config, self.rank)
+        self.link = self.settings.link = AttentionLink(self.settings, self.vllm_config, self.rank, self.make_route)
         # The rank goes alone by now; its model's classes, built without memory, still want vLLM's group for experts.
         set_computes_experts(self.vllm_config.model_config, True)
         self._lost: LostStep | None = None
@@ -253,12 +257,12 @@ class FFNRole:
             compute, on_idle = self.group.compute, self.group.idle
         if self.link.leads:
             self.loop = FfnLoop(
-                ffn_connector(self.settings.config, self.link.rank, page),
+                self.make_connector(page),
                 compute,
                 page,
                 greeting,
                 merge=self.settings.config.merge,
-                wrap=torch.inference_mode,
+                wrap=self.around_the_loop,
                 on_idle=on_idle,
                 on_death=_die,
             )
@@ -266,6 +270,14 @@ class FFNRole:
         super().load_model(**kwargs)  # type: ignore[misc]
         found = ffns(self.model_runner.get_model(), self.settings.row)
         self.ffns = {layer: ffn for _, layer, _, ffn in found}
+
+    def make_connector(self, page: StatusPage) -> FfnConnector:
+        """The connector of this platform, not listening yet."""
+        return ffn_connector(self.settings.config, self.link.rank, page)
+
+    def around_the_loop(self) -> AbstractContextManager[object]:
+        """What the loop's thread runs in."""
+        return torch.inference_mode()
 
     def compute(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
         """This rank's part of the FFN of one layer: hidden states [rows, hidden] -> the same shape.

@@ -37,7 +37,7 @@ _KEYS = (
     "connector_extra_config",
 )
 # connector name -> transport that carries its hops here
-_CONNECTORS = {"shm": "shm", "tcp": "tcp", "P2pNcclAFDConnector": "shm", "GpuAsyncAFDConnector": "shm"}
+_CONNECTORS = {"shm": "shm", "tcp": "tcp", "ipc": "ipc", "P2pNcclAFDConnector": "shm", "GpuAsyncAFDConnector": "shm"}
 _PLUGIN_CONNECTORS = ("P2pNcclAFDConnector", "GpuAsyncAFDConnector")
 _ASYNC_CONNECTORS = ("GpuAsyncAFDConnector",)
 _ASCEND_CONNECTORS = ("CAMP2pAFDConnector", "CAMAsyncAFDConnector", "P2pHcclAFDConnector", "WindowAFDConnector")
@@ -242,7 +242,8 @@ class AfdConfig:
 
     @property
     def transport(self) -> str:
-        """What carries the hops: ``"shm"`` or ``"tcp"``; afd-plugin's names mean shm, while only CPU is supported."""
+        """What carries the hops: ``"shm"`` or ``"tcp"`` between CPU processes (afd-plugin's names mean shm), ``"ipc"``
+        between GPUs of one host."""
         return _CONNECTORS[self.connector]
 
     @property
@@ -272,7 +273,12 @@ class AfdConfig:
         return tuple(rank for i, rank in enumerate(servers) if i * ranks // len(servers) == attention_rank)
 
     def fallbacks_of(self, attention_rank: int) -> tuple[int, ...]:
-        """The other FFN servers, those nearest to the own block first; they take over when the block is lost."""
+        """The other FFN servers, those nearest to the own block first; they take over when the block is lost.
+
+        None with transport ``ipc``, whose connections share one end on the GPU.
+        """
+        if self.transport == "ipc":
+            return ()
         own = self.ffn_ranks_of(attention_rank)
         others = (rank for rank in self.ffn_servers if rank not in own)
         return tuple(sorted(others, key=lambda rank: (min(abs(rank - home) for home in own), rank)))

@@ -217,6 +217,15 @@ class StatusPage:
         words[_HEARTBEAT] = time.monotonic_ns()
         self._observe(_HOP_TIMES, hop_ns)
 
+    def count_hops(self, hops: int, rows: int, nbytes: int) -> None:
+        """Count the hops of a step that no host times: ``rows`` rows and ``nbytes`` bytes each way in each of them."""
+        words = self._words
+        words[_HOPS] += hops
+        words[_ROWS] += hops * rows
+        words[_A2F] += hops * nbytes
+        words[_F2A] += hops * nbytes
+        words[_HEARTBEAT] = time.monotonic_ns()
+
     def count_compute(self, compute_ns: int) -> None:
         """Count one FFN computation of ``compute_ns`` nanoseconds."""
         self._observe(_COMPUTE_TIMES, compute_ns)

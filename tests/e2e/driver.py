@@ -5,9 +5,11 @@ a stock engine, or an attention role that is connected to a real FFN server.
 What it saw is written to OUT; tests compare files.
 """
 
+import faulthandler
 import json
 import os
 import sys
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,8 @@ METRICS: dict[str, Any] = {}
 def main() -> None:
     """Run the spec's cases."""
     spec = json.loads(Path(sys.argv[1]).read_text())
+    if spec.get("dump_after_s"):
+        faulthandler.dump_traceback_later(spec["dump_after_s"], repeat=True)
     if spec.get("afd") or spec.get("arm"):
         import afdpatch  # noqa: F401
     from vllm import LLM
@@ -52,6 +56,10 @@ def main() -> None:
     from tests.e2e.recorder import PARAMETERS, record_parameters
 
     record_parameters()
+    if spec.get("constant_key"):
+        from afdpatch.patches.settings import AfdSettings
+
+        AfdSettings.compute_hash = lambda self: spec["constant_key"]  # what the compile key would be without ours
     if spec.get("local_op"):
         call_ffns_through_the_op(spec["local_op"])
     additional = {"additional_config": {"afd": spec["afd"]}} if spec.get("afd") else {}
@@ -74,7 +82,8 @@ def main() -> None:
 
         page = StatusPage.from_environment()
         assert page is not None
-        out["page"] = asdict(page.snapshot())
+        # Counters are named by an enum's members there, which JSON doesn't take as keys.
+        out["page"] = {key: value for key, value in asdict(page.snapshot()).items() if not isinstance(value, dict)}
     Path(sys.argv[2]).write_text(json.dumps(out))
 
 
@@ -103,6 +112,7 @@ class Runner:
 
     def run(self, name: str) -> Any:
         """One case, from an empty prefix cache."""
+        print(f"CASE {name}", flush=True)
         self.llm.reset_prefix_cache()
         kind, _, argument = name.partition(":")
         return getattr(self, f"case_{kind}")(*([argument] if argument else []))
@@ -133,6 +143,35 @@ class Runner:
     def case_stop(self) -> Any:
         """A stop string in the middle of what would be said."""
         return self.generate(PROMPTS[:2], stop=["object", "er", "on", "in"], max_tokens=32)
+
+    def case_forever(self) -> Any:
+        """A batch again and again, until somebody ends it."""
+        while True:
+            self.generate(PROMPTS[:5], max_tokens=200)
+
+    def case_totals(self) -> Any:
+        """A prefill of as many tokens as a decode just before it had requests, and a prompt of one token."""
+        decoded = self.generate(PROMPTS[:8])
+        prompts = [{"prompt_token_ids": list(range(100, 100 + length))} for length in (8, 1, 16)]
+        return [decoded, *(self.generate([prompt]) for prompt in prompts)]
+
+    def case_survive(self) -> Any:
+        """The same batch until requests end with an error, and on until all are whole again."""
+        first = self.generate(PROMPTS[:5])
+        print("CASE generating", flush=True)
+        began = time.monotonic()
+        seen: dict[str, Any] = {"errors": 0, "lost_s": None, "again_s": None, "same": False, "reasons": []}
+        while time.monotonic() - began < 150:
+            outputs = self.generate(PROMPTS[:5], max_tokens=24 if seen["errors"] else 200)
+            reasons = [choice["finish"][0] for output in outputs for choice in output["choices"]]
+            bad = sum(reason != "length" for reason in reasons)
+            seen["errors"] += bad
+            if bad and seen["lost_s"] is None:
+                seen["lost_s"], seen["reasons"] = time.monotonic() - began, reasons
+            elif seen["errors"] and not bad:
+                seen["again_s"], seen["same"] = time.monotonic() - began, outputs == first
+                break
+        return seen
 
     def case_abort(self) -> Any:
         """One of two requests is aborted in mid-stream; the other goes on."""

@@ -70,6 +70,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         case(ATTENTION, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler"),
         ["--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler", "AfdScheduler"],
     ),
+    "transport": (case({"connector": "ipc"}), ["a connector of another device", "ipc on cpu"]),
     "gate-on-attention": (case({"compute_gate_on_attention": True}), ["compute_gate_on_attention"]),
     "ffn-data-parallel": (case(FFN, data_parallel_size=2), ["data parallelism of an FFN server", "2", "rank"]),
     "load-balancing": (
@@ -195,6 +196,9 @@ def test_every_check_was_seen_to_refuse() -> None:
         "sequence-parallel",  # needs TP, DP and EP, each refused before
         "multimodal",  # no row of the model table is multimodal
         "executor",  # Ray isn't installed
+        "piecewise-graphs",  # of GPUs, as the next two
+        "gpu-tensor-parallel",
+        "gpu-data-parallel",
         "runner-v2",  # vLLM refuses it on a CPU without Triton first
     }
     assert CHECKS.keys() - REFUSED.keys() == untested

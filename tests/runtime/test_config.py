@@ -79,7 +79,7 @@ def test_a_port_may_be_a_numeric_string():
         ({"rank": True}, "rank", "0 to 0"),
         ({"async_dp": 2}, "async_dp", "true or false"),
         ({"compute_gate_on_attention": "maybe"}, "compute_gate_on_attention", "true or false"),
-        ({"connector": "gloo"}, "connector", "shm, tcp, P2pNcclAFDConnector, GpuAsyncAFDConnector"),
+        ({"connector": "gloo"}, "connector", "shm, tcp, ipc, P2pNcclAFDConnector, GpuAsyncAFDConnector"),
         ({"connector_extra_config": None}, "connector_extra_config", "a mapping"),
         ({"connector_extra_config": {"spin": 1}}, "connector_extra_config.'spin'", "did you mean 'spin_us'"),
         ({"connector_extra_config": {"core_num": 8}}, "connector_extra_config.'core_num'", "allowed"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from afdpatch.runtime.config import AfdConfig
 from afdpatch.runtime.connectors.base import AttentionConnector, FfnConnector
@@ -10,6 +11,9 @@ from afdpatch.runtime.connectors.shm import ShmAttentionConnector, ShmFfnConnect
 from afdpatch.runtime.connectors.tcp import TcpAttentionConnector, TcpFfnConnector
 from afdpatch.runtime.secret import read_secret
 from afdpatch.runtime.status import StatusPage
+
+if TYPE_CHECKING:
+    from afdpatch.runtime.connectors.ipc import Compute, GpuEnd
 
 
 def attention_connectors(config: AfdConfig) -> Callable[[int], AttentionConnector]:
@@ -54,6 +58,43 @@ def ffn_connector(config: AfdConfig, rank: int, page: StatusPage | None = None) 
         address_of(config.host, config.port, rank),
         secret=secret,
         spin_us=config.spin_us,
+        page=page,
+        peer_timeout_s=config.peer_timeout_s,
+    )
+
+
+def gpu_connectors(config: AfdConfig, end: GpuEnd) -> Callable[[int], AttentionConnector]:
+    """As `attention_connectors`, with transport ``ipc``: all connections share one end on the GPU.
+
+    Raises:
+        ConfigError: the secret can't be read.
+    """
+    from afdpatch.runtime.connectors.ipc import IpcAttentionConnector
+
+    secret = read_secret(config.secret_file)
+    return lambda ffn_rank: IpcAttentionConnector(address_of(config.host, config.port, ffn_rank), end, secret=secret)
+
+
+def gpu_ffn_connector(
+    config: AfdConfig,
+    rank: int,
+    compute: Compute,
+    freeze: Callable[[bool], None],
+    page: StatusPage | None = None,
+) -> FfnConnector:
+    """The connector of an FFN server on a GPU; ``compute`` and ``freeze`` as `IpcFfnConnector` has them.
+
+    Raises:
+        ConfigError: the secret can't be read.
+    """
+    from afdpatch.runtime.connectors.ipc import IpcFfnConnector
+
+    return IpcFfnConnector(
+        address_of(config.host, config.port, rank),
+        compute,
+        freeze=freeze,
+        hop_timeout_s=config.hop_timeout_s,
+        secret=read_secret(config.secret_file),
         page=page,
         peer_timeout_s=config.peer_timeout_s,
     )

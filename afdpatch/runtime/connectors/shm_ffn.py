@@ -29,7 +29,7 @@ _BACKLOG = 64
 _REPLY = int(Kind.REPLY)
 
 
-class _ShmPending(Pending):
+class ShmPending(Pending):
     """A connection of this host; the memfd comes with its greeting."""
 
     def __init__(self, sock: socket.socket, who: str, pid: int, handshake: Handshake, deadline_s: float) -> None:
@@ -153,9 +153,12 @@ class ShmFfnConnector(SocketFfnConnector):
 
     def _receive_stranger(self, sock: socket.socket, handshake: Handshake, deadline_s: float) -> Pending:
         pid, uid = peer_user(sock)
-        pending = _ShmPending(sock, f"process {pid}", pid, handshake, deadline_s)
+        pending = self._stranger(sock, f"process {pid}", pid, handshake, deadline_s)
         if uid != os.getuid():
             pending.objection = (
                 f"process {pid} runs as user {uid}, expected {os.getuid()}; run both servers as one user"
             )
         return pending
+
+    def _stranger(self, sock: socket.socket, who: str, pid: int, handshake: Handshake, deadline_s: float) -> ShmPending:
+        return ShmPending(sock, who, pid, handshake, deadline_s)

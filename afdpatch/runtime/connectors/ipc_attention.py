@@ -1,0 +1,277 @@
+"""The attention side of the `ipc` connector."""
+
+from __future__ import annotations
+
+import functools
+import os
+import select
+import socket
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from afdpatch.kernels import HopBuffers, HopCode, HopError
+from afdpatch.kernels.layout import LayoutError
+from afdpatch.runtime.connectors._ipc import Announced, HandlePage, HangUp
+from afdpatch.runtime.connectors._memory import send_greeting
+from afdpatch.runtime.connectors.base import (
+    ConnectionRefused,
+    ConnectorError,
+    HopTimeout,
+    InvalidHop,
+    PeerLost,
+    Unreachable,
+)
+from afdpatch.runtime.connectors.shm_attention import ShmAttentionConnector
+from afdpatch.runtime.protocol import (
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    PROTOCOL_VERSION,
+    Greeting,
+    Header,
+    Kind,
+    ProtocolError,
+    error_text,
+)
+
+_HOP = int(Kind.HOP)
+
+
+class StepLost(ConnectorError):
+    """The step that this hop belongs to was lost before it; the next step goes over a new connection."""
+
+
+class Replay:
+    """Stands where a step's first hidden states would: a graph of ``rows`` rows is about to be replayed."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+
+class GpuEnd:
+    """The attention rank's buffers on its GPU, and the sizes of the graphs that name them.
+
+    It outlives connections: captured graphs go on with the buffers of whatever FFN server is connected next.
+
+    Attributes:
+        under_way: the connection on which the last step was announced.
+    """
+
+    def __init__(self, hop_timeout_s: float) -> None:
+        self.hop_timeout_s = hop_timeout_s
+        self.buffers: HopBuffers | None = None
+        self.graphs: set[int] = set()
+        self.under_way: IpcAttentionConnector | None = None
+
+    def make(self, greeting: Greeting) -> HopBuffers:
+        """The buffers, made at the first call on the current device.
+
+        Raises:
+            Unreachable: a connection uses them.
+        """
+        if self.buffers is None:
+            self.buffers = HopBuffers.create(
+                greeting.max_rows,
+                greeting.hidden_size,
+                greeting.dtype,
+                greeting.micro_batches,
+                torch.device("cuda", torch.cuda.current_device()),
+                initiator=True,
+                deadline_s=self.hop_timeout_s,
+            )
+        elif self.buffers.connected:
+            raise Unreachable("the buffers on the GPU are in use by another connection")
+        return self.buffers
+
+
+class IpcAttentionConnector(ShmAttentionConnector):
+    """Hops from GPU to GPU of one host: a hop is a launch in the current stream, and no host waits for it.
+
+    The FFN's host is told once a step (at its first layer, or before the replay of a graph) that a step of so many rows
+    begins, and launches the other half of every layer. What went wrong on the way shows in `failure`, once the results
+    of the step have been waited for.
+
+    Args:
+        address: of the FFN server, from ``address_of``.
+        end: this rank's buffers; one connection at a time uses them.
+        secret: shared with the FFN server, or None.
+    """
+
+    def __init__(self, address: str, end: GpuEnd, *, secret: bytes | None = None) -> None:
+        super().__init__(address, secret=secret, spin_us=0)
+        self._end = end
+        self._page: HandlePage | None = None
+        self._hang_up: HangUp | None = None
+        self._begun = False
+        self._leaves = False
+
+    # Connecting
+
+    def _greet(self, sock: socket.socket, greeting: Greeting, sealed: bytes, deadline_s: float) -> None:
+        buffers = self._end.make(greeting)
+        self._page, fd = HandlePage.create()
+        try:
+            self._page.put("attention", buffers.handle())
+            send_greeting(sock, sealed, fd)
+        finally:
+            os.close(fd)
+        self._read = functools.partial(sock.recv_into, self._in)
+
+    def connect(self, greeting: Greeting, deadline_s: float) -> Greeting:
+        with self._lock:
+            theirs = super().connect(greeting, deadline_s)
+            buffers, sock = self._end.buffers, self._sock
+            assert buffers is not None and sock is not None and self._page is not None
+            self._first = greeting.layers[0]
+            try:
+                buffers.open(self._page.get("ffn"))
+                buffers.reset()
+            except (HopError, LayoutError) as error:
+                buffers.disconnect()
+                self._drop(str(error))
+                raise ConnectionRefused(f"the FFN server at {self.where}: {error}") from error
+            self._hang_up = HangUp(sock, buffers.abort)
+            for rows in sorted(self._end.graphs, reverse=True):
+                self._say_step(Announced.CAPTURE, rows, 0, 0, deadline_s)
+            return theirs
+
+    # Hops
+
+    def hop(
+        self,
+        hidden: Tensor | Replay,
+        layer: int,
+        micro_batch: int = 0,
+        *,
+        sequence: int,
+        step: int,
+        deadline_s: float,
+    ) -> Tensor:
+        """As the contract has it, but nothing has been waited for when it returns.
+
+        A `Replay` at the first layer announces the replay of a graph; what is returned means nothing then. A hop of a
+        later layer whose step began on another connection raises `StepLost`.
+        """
+        with self._lock:
+            if layer == self._first:
+                self._announce(hidden, sequence, step, deadline_s)
+            if isinstance(hidden, Replay):
+                return torch.empty(0)
+            if self._sock is None or not self._begun:
+                raise StepLost(f"hop of layer {layer}: the step's connection to {self.where} is lost: {self._why_lost}")
+            if layer not in self._layers:
+                raise InvalidHop(f"hop of layer {layer}: expected a layer of the greeting: {sorted(self._layers)}")
+            buffers = self._end.buffers
+            assert buffers is not None
+            # A tensor of its own: a view of the slot would be overwritten by the next hop's reply.
+            return buffers.exchange(hidden.contiguous(), layer, micro_batch, torch.empty_like(hidden))
+
+    def _announce(self, hidden: Tensor | Replay, sequence: int, step: int, deadline_s: float) -> None:
+        rows = len(hidden)
+        if self._sock is None:
+            raise PeerLost(f"no connection to the FFN server at {self.where}: {self._why_lost}")
+        self._listen_in()
+        if isinstance(hidden, Replay):
+            if rows not in self._end.graphs:
+                raise InvalidHop(f"replay of {rows} rows: expected a captured graph: {sorted(self._end.graphs)}")
+            self._say_step(Announced.GRAPH, rows, sequence, step, deadline_s)
+        elif torch.cuda.is_current_stream_capturing():
+            if rows not in self._end.graphs:
+                self._say_step(Announced.CAPTURE, rows, sequence, step, deadline_s)
+                self._end.graphs.add(rows)
+        else:
+            self._say_step(Announced.EAGER, rows, sequence, step, deadline_s)
+        self._begun = True
+        self._end.under_way = self
+
+    def _say_step(self, what: Announced, rows: int, sequence: int, step: int, deadline_s: float) -> None:
+        sock, layout = self._sock, self._layout
+        assert sock is not None
+        tail = (sequence, step, self._first, 0, rows, layout.hidden, int(what), rows * layout.row_bytes)
+        HEADER.pack_into(self._out, 0, MAGIC, PROTOCOL_VERSION, _HOP, self._code, *tail)
+        while True:
+            try:
+                sock.send(self._out, socket.MSG_NOSIGNAL)
+                return
+            except BlockingIOError:
+                try:
+                    self._wait(sock, select.POLLOUT, deadline_s)
+                except TimeoutError:
+                    self._end_with("the FFN server's host takes no announcement", HopTimeout)
+            except OSError as error:
+                self._end_with(f"the FFN server has gone ({error})")
+
+    def _listen_in(self) -> None:
+        """Take what the FFN's host has said.
+
+        Raises:
+            PeerLost: it leaves, or has gone.
+        """
+        told = self._words()
+        if told is None and self._leaves:
+            told = "the FFN server said goodbye"
+        if told is not None:
+            self._end_with(told)
+
+    def _words(self) -> str | None:
+        """What the FFN's host has said that ends the connection; None for nothing, signs of life or a goodbye."""
+        try:
+            while True:
+                self._take_quiet(self._read())
+        except BlockingIOError:
+            return None
+        except (OSError, EOFError, ProtocolError) as error:
+            return f"the FFN server has gone or failed: {error}"
+
+    def _take_quiet(self, length: int) -> None:
+        """As for every connector; but a goodbye, which may come while a step is on the GPU, is for the next step."""
+        if length >= HEADER_BYTES and Header.unpack(memoryview(self._in)[:length]).kind == Kind.BYE:
+            self._leaves = True
+        elif length >= HEADER_BYTES and Header.unpack(memoryview(self._in)[:length]).kind == Kind.ERROR:
+            raise EOFError(self._told(length))
+        else:
+            super()._take_quiet(length)
+
+    def _told(self, length: int) -> str:
+        """The text of the error in ``_in``."""
+        message = memoryview(self._in)[:length]
+        return f"layer {Header.unpack(message).layer} can't be computed: {error_text(message)}"
+
+    def failure(self) -> str | None:
+        """Why the steps that were waited for are worthless, None if they went well: a look at host memory."""
+        with self._lock:
+            buffers = self._end.buffers
+            if self._sock is None or buffers is None:
+                return self._why_lost
+            status = buffers.status()
+            if status.code is HopCode.OK:
+                return None
+            told = self._words() or "no word from the FFN server"
+            late = f" within {self._end.hop_timeout_s:g} s" if status.code is HopCode.DEADLINE else ""
+            return f"{told}; on the GPU: {status}{late}"
+
+    # The end
+
+    def _end_with(self, why: str, kind: type[PeerLost] = PeerLost) -> NoReturn:
+        self._drop(why)
+        raise kind(f"{self.where}: {why}; look at that server's log, restart it if it has ended")
+
+    def _drop(self, why: str) -> None:
+        """No wait goes on on the GPU afterwards, and captured graphs run through without doing anything."""
+        hang_up, buffers = self._hang_up, self._end.buffers
+        if hang_up is not None and buffers is not None:
+            self._hang_up = None
+            buffers.abort()
+            buffers.disconnect()  # waits for the device
+            hang_up.stop()
+        super()._drop(why)
+
+    def _release(self) -> None:
+        if self._page is not None:
+            self._page.close()
+            self._page = None

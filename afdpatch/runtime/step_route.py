@@ -1,0 +1,67 @@
+"""An attention rank's way to its FFN server where hops are launches on a GPU: what is lost is lost by the step.
+
+No host sees a hop, so a lost one can't be sent again alone. A step whose connection is lost is lost as a whole; the
+next one waits at its first layer for a server, as a hop of `Route` does, and goes on over the new connection.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from afdpatch.runtime.config import AfdConfig
+from afdpatch.runtime.connectors.factory import gpu_connectors
+from afdpatch.runtime.connectors.ipc_attention import GpuEnd, IpcAttentionConnector, Replay, StepLost
+from afdpatch.runtime.route import Route
+from afdpatch.runtime.status import StatusPage
+
+
+class StepRoute(Route):
+    """A `Route` over GPU connections. Arguments: as `Route` has them."""
+
+    def __init__(self, config: AfdConfig, rank: int, page: StatusPage | None = None) -> None:
+        self._gpu = GpuEnd(config.hop_timeout_s)
+        super().__init__(config, rank, page, gpu_connectors(config, self._gpu))
+
+    @property
+    def under_way(self) -> IpcAttentionConnector | None:
+        """The connection of the last step that was begun, which `check` wants once the step has been waited for."""
+        return self._gpu.under_way
+
+    def hop(self, hidden: Tensor, layer: int, micro_batch: int = 0) -> Tensor:
+        """As `Route` has it; a hop of the first layer begins a step. A launch that is captured is no hop yet."""
+        if torch.cuda.is_current_stream_capturing() and self._serving:
+            _, connector = self._serving[0]
+            until = time.monotonic() + self._hop_timeout_s
+            return connector.hop(hidden, layer, micro_batch, sequence=0, step=self._step, deadline_s=until)
+        if self._greeting is not None and layer == self._greeting.layers[0]:
+            self._step += 1
+        return super().hop(hidden, layer, micro_batch)
+
+    def begin_replay(self, rows: int) -> None:
+        """To be called before a graph of ``rows`` rows is replayed: the FFN's host replays its half.
+
+        Raises:
+            InvalidHop: no such graph was captured. NoFfnServer: as `hop`.
+        """
+        assert self._greeting is not None
+        layers = self._greeting.layers
+        self.hop(Replay(rows), layers[0])  # type: ignore[arg-type]  # the connector knows it
+        if self._page is not None:
+            self._page.count_hops(len(layers) - 1, rows, rows * self._row_bytes)
+
+    def check(self, connection: IpcAttentionConnector | None) -> None:
+        """Whether the steps that were begun on a connection and have been waited for went well.
+
+        Raises:
+            StepLost: what they gave is worthless.
+        """
+        why = connection.failure() if connection is not None else None
+        if why is None:
+            return
+        for rank, connector in list(self._connections.items()):
+            if connector is connection:
+                self._lose(rank, connector, why)
+        raise StepLost(f"the connection to the FFN server was lost under way: {why}; last: {self._last_error}")

@@ -1,0 +1,73 @@
+"""What is the same in two drivers' results."""
+
+import math
+from typing import Any
+
+
+def tokens_of(case: Any) -> Any:
+    """The tokens in a case's outputs, without what stands beside them."""
+    if isinstance(case, list):
+        return [tokens_of(part) for part in case]
+    return [choice["tokens"] for choice in case["choices"]]
+
+
+def logprob_difference(left: Any, right: Any) -> float:
+    """Largest difference of two cases' log-probabilities; infinite where the candidates differ."""
+    if isinstance(left, list):
+        return max((logprob_difference(a, b) for a, b in zip(left, right, strict=True)), default=0.0)
+    worst = 0.0
+    for a, b in zip(left["choices"], right["choices"], strict=True):
+        for step, other in zip(a["logprobs"], b["logprobs"], strict=True):
+            if step.keys() != other.keys():
+                return math.inf
+            worst = max(worst, *(abs(step[token] - other[token]) for token in step))
+    return worst
+
+
+def judge(stock: dict[str, Any] | None, afd: dict[str, Any] | None, cases: list[str]) -> dict[str, Any]:
+    """Which cases have the same tokens and the same log-probabilities, and where zeroed FFNs were not noticed."""
+    if stock is None or afd is None:
+        return {"missing": [name for name, seen in (("stock", stock), ("afd", afd)) if seen is None]}
+    same = {case: tokens_of(stock["cases"][case]) == tokens_of(afd["cases"][case]) for case in cases}
+    differences = {}
+    for case in cases:
+        try:
+            differences[case] = logprob_difference(stock["cases"][case], afd["cases"][case])
+        except (ValueError, KeyError) as error:
+            differences[case] = f"{type(error).__name__}: {error}"
+    found: dict[str, Any] = {
+        "equal": sum(same.values()),
+        "of": len(cases),
+        "tokens differ": [case for case in cases if not same[case]],
+        "logprobs differ": {case: value for case, value in differences.items() if value != 0.0},
+    }
+    if "zero" in afd:
+        found["zero unnoticed"] = [c for c in cases if tokens_of(afd["zero"][c]) == tokens_of(stock["cases"][c])]
+    page = afd.get("page", {})
+    found["hops"], found["steps"] = page.get("hops"), afd.get("all_steps", afd.get("steps"))
+    found["stock steps"] = stock.get("steps")
+    return found
+
+
+def faults(results: dict[str, Any]) -> list[str]:
+    """What in a matrix's results isn't as it should be; one line each."""
+    found = []
+    for name, result in results.items():
+        if name.endswith(":error"):
+            found.append(f"{name}: {result}")
+        elif name.endswith(":exit"):
+            if result != 0:
+                found.append(f"{name}: expected 0, found {result}")
+        elif not isinstance(result, dict):
+            found.append(f"{name}: {result}")
+        elif "missing" in result:
+            found.append(f"{name}: nothing from {result['missing']}")
+        elif "equal" in result and (
+            result["equal"] != result["of"] or result["logprobs differ"] or result.get("zero unnoticed")
+        ):
+            found.append(f"{name}: {result}")
+        elif "ffn noticed" in result and not result["ffn noticed"]:
+            found.append(f"{name}: the FFN server didn't notice")
+        elif "lost_s" in result and not (result["errors"] and result["same"]):
+            found.append(f"{name}: {result}")
+    return found

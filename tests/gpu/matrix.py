@@ -1,0 +1,433 @@
+"""AFD pairs on GPUs against stock vLLM: `python -m tests.gpu.matrix OUT [--seconds S] [--only WORD]`.
+
+For each model an FFN server on one GPU, and one after the other attention engines of both runners, eager and with
+graphs, on the other; stock engines beside them. Everything is logged to OUT, and OUT/results.json says what was equal.
+It ends in time, whatever hangs.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.judge import judge
+from tests.gpu.tpot import make_model
+
+ROOT = Path(__file__).parents[2]
+CASES = ["batch:1", "batch:2", "batch:5", "batch:16", "chunked", "prefix", "seeded", "stop", "abort", "totals"]
+ENGINE = {
+    "max_model_len": 1024,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 128,
+    "kv_cache_memory_bytes": 1 << 28,
+    "gpu_memory_utilization": 0.1,
+    "seed": 0,
+    "dtype": "bfloat16",
+    "kernel_config": {"enable_jit_warmup": False},
+}
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+MODES: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}, "graph": {"compilation_config": GRAPHS}}
+ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "NO_COLOR": "1",
+}
+
+
+def below(pid: int) -> list[int]:
+    """All descendants of a process, the youngest generation first."""
+    parents: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            continue
+        parents.setdefault(parent, []).append(int(folder.name))
+    found: list[int] = []
+    last = [pid]
+    while last:
+        last = [child for one in last for child in parents.get(one, [])]
+        found[:0] = last
+    return found
+
+
+SWITCHABLE = ("--worker-cls", "tests.gpu.workers.SwitchableFFNWorker")
+
+
+class Matrix:
+    """All processes of a run, their logs and what they said."""
+
+    def __init__(self, out: Path, seconds: float) -> None:
+        self.out = out
+        self.until = time.monotonic() + seconds
+        self.started = time.monotonic()
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.results: dict[str, Any] = {}
+        self.lock = threading.Lock()
+        self.large: dict[str, subprocess.Popen[bytes]] = {}
+        self.large_ffn: subprocess.Popen[bytes] | None = None
+
+    def left(self) -> float:
+        """Seconds until this run ends."""
+        return max(0.0, self.until - time.monotonic())
+
+    def say(self, text: str) -> None:
+        """A line with the time since the start."""
+        print(f"[{time.monotonic() - self.started:6.1f}] {text}", flush=True)
+
+    def start(self, name: str, command: list[str], gpus: str, **more: str) -> "subprocess.Popen[bytes]":
+        """A process of its own session, on these GPUs; its log is NAME.log."""
+        environment = {**os.environ, **ENVIRONMENT, "CUDA_VISIBLE_DEVICES": gpus, **more}
+        with (self.out / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                command, cwd=self.out, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        with self.lock:
+            self.processes.append(process)
+        return process
+
+    def ffn(
+        self,
+        name: str,
+        model: Path,
+        afd_port: int,
+        port: int,
+        gpus: str,
+        *options: str,
+        attention_ranks: int = 1,
+        **environment: str,
+    ) -> "subprocess.Popen[bytes]":
+        """An FFN server whose FFNs can be zeroed."""
+        words = [sys.executable, "-m", "afdpatch", "serve", "--role", "ffn", str(model), "--afd-port", str(afd_port)]
+        afd = {
+            "connector": "ipc",
+            "num_attention_ranks": attention_ranks,
+            "connector_extra_config": {"hop_timeout_s": 60},
+        }
+        words += [
+            "--afd-config",
+            json.dumps(afd),
+            "--port",
+            str(port),
+            "--dtype",
+            "bfloat16",
+            "--max-model-len",
+            "1024",
+            "--enforce-eager",
+        ]
+        words += ["--gpu-memory-utilization", "0.1", *options]
+        return self.start(name, words, gpus, VLLM_USE_V2_MODEL_RUNNER="0", **environment)
+
+    def driver(
+        self, name: str, spec: dict[str, Any], gpus: str, runner: str, **environment: str
+    ) -> "subprocess.Popen[bytes]":
+        """One engine that runs the spec's cases."""
+        (self.out / f"{name}.spec.json").write_text(json.dumps(spec))
+        command = [sys.executable, "-m", "tests.e2e.driver", f"{name}.spec.json", f"{name}.json"]
+        return self.start(name, command, gpus, VLLM_USE_V2_MODEL_RUNNER=runner, **environment)
+
+    def finish(self, name: str, process: "subprocess.Popen[bytes]", seconds: float) -> dict[str, Any] | None:
+        """Wait for a driver; what it saw, or None (its log says why)."""
+        try:
+            code: int | str = process.wait(min(seconds, self.left()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGABRT)  # faulthandler writes where it was
+            time.sleep(1)
+            self.kill(process)
+            code = "killed at its deadline"
+        self.say(f"{name}: {code}")
+        self.results[f"{name}:exit"] = code
+        file = self.out / f"{name}.json"
+        return json.loads(file.read_text()) if file.exists() else None
+
+    def kill(self, process: "subprocess.Popen[bytes]") -> None:
+        """SIGKILL to a process and all below it."""
+        for pid in [*below(process.pid), process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+    def wait_for(self, name: str, text: str, seconds: float, process: "subprocess.Popen[bytes]") -> bool:
+        """Whether a log says something in time."""
+        until = time.monotonic() + min(seconds, self.left())
+        while time.monotonic() < until:
+            if text in (self.out / f"{name}.log").read_text(errors="replace"):
+                return True
+            if process.poll() is not None:
+                return False
+            time.sleep(0.2)
+        return False
+
+    def chain(self, name: str, folder: Path, runner: str, index: int, cases: list[str]) -> None:
+        """All that is done with one model and runner, on an FFN server of its own."""
+        afd_port, port = 4100 + index, 4200 + index
+        chain = f"{name}-v{int(runner) + 1}"
+        afd = {
+            "role": "attention",
+            "port": afd_port,
+            "connector": "ipc",
+            "connector_extra_config": {"hop_timeout_s": 60, "connect_timeout_s": 300},
+        }
+        if runner == "0":  # V1 compiles a kernel for two minutes for it
+            cases = [case for case in cases if case != "seeded"]
+        try:
+            server = self.ffn(f"{chain}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE)
+            spec = {"model": str(folder), "cases": cases, "dump_after_s": 170}
+            specs = {mode: spec | {"engine": ENGINE | more} for mode, more in MODES.items()}
+            stock = {mode: self.driver(f"{chain}-{mode}-stock", specs[mode], "01"[index % 2], runner) for mode in MODES}
+            for mode in MODES:
+                full = f"{chain}-{mode}"
+                hopping = specs[mode] | {"afd": afd, "zero_url": f"http://127.0.0.1:{port}"}
+                process = self.driver(f"{full}-afd", hopping, "0,1", runner)
+                seen = self.finish(f"{full}-afd", process, 300)
+                same = self.finish(f"{full}-stock", stock[mode], 120)
+                self.results[full] = judge(same, seen, cases)
+                if same is not None and seen is not None:
+                    self.results[full]["ffn hops"] = self.ffn_hops(port)
+                self.say(f"{full}: {json.dumps(self.results[full])[:600]}")
+            self.kill_one(chain, folder, afd, "graph", "attention", server, runner)
+            for mode in ("graph", "eager"):
+                server = self.survive(chain, folder, afd, mode, server, runner, afd_port, port)
+        except Exception:
+            self.results[f"{chain}:error"] = traceback.format_exc()
+            self.say(traceback.format_exc())
+
+    def survive(
+        self,
+        chain: str,
+        folder: Path,
+        afd: dict[str, Any],
+        mode: str,
+        server: "subprocess.Popen[bytes]",
+        runner: str,
+        afd_port: int,
+        port: int,
+    ) -> "subprocess.Popen[bytes]":
+        """Kill the FFN server while a batch is generated, and start another: the engine goes on."""
+        full = f"{chain}-{mode}-survive"
+        if self.left() < 60:
+            return server
+        extra = afd["connector_extra_config"] | {"recovery_timeout_s": 100}
+        spec = {
+            "model": str(folder),
+            "cases": ["survive"],
+            "engine": ENGINE | MODES[mode],
+            "afd": afd | {"connector_extra_config": extra},
+        }
+        process = self.driver(full, spec, "0,1", runner)
+        if not self.wait_for(full, "CASE generating", 120, process):
+            self.results[full] = "it never generated"
+            self.say(f"{full}: it never generated")
+            self.kill(process)
+            return server
+        time.sleep(1.5)
+        self.kill(server)
+        server = self.ffn(f"{chain}-ffn-{mode}-again", folder, afd_port, port, "1,0", *SWITCHABLE)
+        seen = self.finish(full, process, 160)
+        self.results[full] = seen["cases"]["survive"] if seen else None
+        self.say(f"{full}: {self.results[full]}")
+        return server
+
+    def two(self, name: str, runner: str, cases: list[str]) -> None:
+        """Two attention servers with graphs, on one GPU, at one FFN server."""
+        folder, afd_port, port = ROOT / "tests" / "models" / name, 4120, 4220
+        full = f"{name}-two"
+        try:
+            self.ffn(f"{full}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE, attention_ranks=2)
+            spec: dict[str, Any] = {"model": str(folder), "cases": cases, "engine": ENGINE | MODES["graph"]}
+            afd = {"role": "attention", "port": afd_port, "connector": "ipc", "num_attention_ranks": 2}
+            afd["connector_extra_config"] = {"hop_timeout_s": 60, "connect_timeout_s": 300}
+            stock = self.driver(f"{full}-stock", spec, "1", runner)
+            both = [
+                self.driver(f"{full}-afd{rank}", spec | {"afd": afd | {"rank": rank}}, "0,1", runner) for rank in (0, 1)
+            ]
+            same = self.finish(f"{full}-stock", stock, 250)
+            for rank, process in enumerate(both):
+                seen = self.finish(f"{full}-afd{rank}", process, 250)
+                self.results[f"{full}-{rank}"] = judge(same, seen, cases)
+                self.say(f"{full}-{rank}: {json.dumps(self.results[f'{full}-{rank}'])[:500]}")
+        except Exception:
+            self.results[f"{full}:error"] = traceback.format_exc()
+            self.say(traceback.format_exc())
+
+    def stale(self, name: str, other_site: str) -> None:
+        """A compile cache of another manifest is not served; with the key defeated it would be."""
+        folder, afd_port, port = ROOT / "tests" / "models" / name, 4130, 4230
+        cache = {"VLLM_CACHE_ROOT": str(self.out / "stale-cache")}
+        other = cache | {"PYTHONPATH": f"{other_site}:{os.environ['PYTHONPATH']}"}
+        afd = {"role": "attention", "port": afd_port, "connector": "ipc"}
+        afd["connector_extra_config"] = {"hop_timeout_s": 60, "connect_timeout_s": 300}
+        engine = ENGINE | {"compilation_config": {k: v for k, v in GRAPHS.items() if k != "mode"}}
+        spec: dict[str, Any] = {"model": str(folder), "cases": ["batch:1"], "engine": engine, "afd": afd}
+        found: dict[str, Any] = {}
+        try:
+            for label, environment, steps in (
+                ("X", cache, (("cold", {}), ("warm", {}), ("keyless", {"constant_key": "0"}))),
+                ("Y", other, (("edited", {}), ("keyless-edited", {"constant_key": "0"}))),
+            ):
+                server = self.ffn(f"stale-{label}-ffn", folder, afd_port, port, "1,0", **environment)
+                for step, more in steps:
+                    full = f"stale-{label}-{step}"
+                    process = self.driver(full, spec | more, "0,1", "1", **environment)
+                    self.finish(full, process, 200)
+                    log = (self.out / f"{full}.log").read_text(errors="replace")
+                    lines = [line for line in log.splitlines() if "cache" in line and "ompil" in line]
+                    found[f"{label} {step}"] = [line[-260:] for line in lines if "autotune" not in line][:6]
+                    self.say(f"{full}: {found[f'{label} {step}']}")
+                self.kill(server)
+        except Exception:
+            self.results["stale:error"] = traceback.format_exc()
+            self.say(traceback.format_exc())
+        self.results["stale"] = found
+
+    def ffn_hops(self, port: int) -> str:
+        """What an FFN server has counted so far."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+            text = response.read().decode()
+        return "; ".join(line for line in text.splitlines() if line.startswith(("afd_hops_total", "afd_errors")))
+
+    def kill_one(
+        self,
+        chain: str,
+        folder: Path,
+        afd: dict[str, Any],
+        mode: str,
+        who: str,
+        server: "subprocess.Popen[bytes]",
+        runner: str,
+    ) -> None:
+        """Kill the attention process, or the FFN server, while a batch is generated."""
+        full = f"{chain}-{mode}-kill-{who}"
+        if self.left() < 40:
+            return
+        spec = {"model": str(folder), "cases": ["forever"], "engine": ENGINE | MODES[mode], "afd": afd}
+        process = self.driver(full, spec, "0,1", runner)
+        if not self.wait_for(full, "CASE forever", 120, process):
+            self.results[full] = "it never generated"
+            self.say(f"{full}: it never generated")
+            self.kill(process)
+            return
+        time.sleep(2)
+        at = time.monotonic()
+        if who == "attention":
+            self.kill(process)
+            gone = self.wait_for(f"{chain}-ffn", "event=peer_lost", 30, server)
+            self.results[full] = {"ffn noticed": gone, "s": round(time.monotonic() - at, 3)}
+        else:
+            self.kill(server)
+            try:
+                code: Any = process.wait(min(90, self.left()))
+            except subprocess.TimeoutExpired:
+                code = "hung"
+            self.results[full] = {"exit": code, "s": round(time.monotonic() - at, 3)}
+        self.say(f"{full}: {self.results[full]}")
+
+    def big_start(self, runner: str, compiled: bool) -> None:
+        """Start the large model's engines; they wait to be told to measure."""
+        folder = make_model(self.out / "large", ROOT / "tests" / "models" / "deepseek-v2")
+        self.large_ffn = self.ffn(
+            "large-ffn", folder, 4110, 4210, "1,0", "--load-format", "dummy", "--max-num-seqs", "128"
+        )
+        engine = {
+            "dtype": "bfloat16",
+            "load_format": "dummy",
+            "max_model_len": 2048,
+            "max_num_seqs": 128,
+            "max_num_batched_tokens": 8192,
+            "kv_cache_memory_bytes": 8 << 30,
+            "gpu_memory_utilization": 0.3,
+            "enable_prefix_caching": False,
+            "compilation_config": GRAPHS | {"cudagraph_capture_sizes": [1, 16, 32, 64, 128]},
+        }
+        if compiled:
+            del engine["compilation_config"]["mode"]
+        spec = {
+            "model": str(folder), "engine": engine, "batches": [1, 16, 32, 64, 128], "context": 1024, "tokens": 80,
+            "repeats": 3,
+        }  # fmt: skip
+        afd = {"role": "attention", "port": 4110, "connector": "ipc", "connector_extra_config": {"hop_timeout_s": 60}}
+        self.large = {}
+        for name, more in (("large-afd", {"afd": afd}), ("large-stock", {})):
+            own = spec | more | {"go": str(self.out / f"{name}.go")}
+            (self.out / f"{name}.spec.json").write_text(json.dumps(own))
+            command = [sys.executable, "-m", "tests.gpu.tpot", f"{name}.spec.json", f"{name}.json"]
+            self.large[name] = self.start(name, command, "0,1", VLLM_USE_V2_MODEL_RUNNER=runner)
+
+    def big_measure(self) -> None:
+        """One after the other, nothing beside it."""
+        for name, process in self.large.items():
+            if not self.wait_for(name, "STARTED", 200, process):
+                self.say(f"{name}: not started")
+                continue
+            (self.out / f"{name}.go").write_text("")
+            self.results[name] = self.finish(name, process, 100)
+            self.say(f"{name}: {json.dumps(self.results[name])}")
+
+    def end(self) -> None:
+        """Nothing outlives the run."""
+        for process in self.processes:
+            if process.poll() is None:
+                self.kill(process)
+        (self.out / "results.json").write_text(json.dumps(self.results, indent=1))
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seconds", type=float, default=400)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--large", default="", help="runner (0, 1) and c for compiled, such as 0c")
+    parser.add_argument("--two", default="", help="the model of two attention servers at one FFN server")
+    parser.add_argument("--stale", default="", help="a folder with afdpatch under another manifest")
+    parser.add_argument("--large-seconds", type=float, default=100)
+    parser.add_argument("--cases", default=",".join(CASES))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    matrix = Matrix(args.out, args.seconds)
+    chains = [(model, runner) for model in ("qwen3-moe", "deepseek-v2") for runner in ("1", "0")]
+    threads = [
+        threading.Thread(
+            target=matrix.chain,
+            args=(model, ROOT / "tests" / "models" / model, runner, index, args.cases.split(",")),
+            daemon=True,
+        )
+        for index, (model, runner) in enumerate(chains)
+        if args.only in f"{model}-v{int(runner) + 1}"
+    ]
+    if args.two:
+        threads.append(threading.Thread(target=matrix.two, args=(args.two, "1", ["batch:5", "batch:16", "totals"])))
+    if args.stale:
+        threads.append(threading.Thread(target=matrix.stale, args=("qwen3-moe", args.stale)))
+    for thread in threads:
+        thread.daemon = True
+    if args.large:
+        matrix.big_start(args.large[0], "c" in args.large)
+        matrix.until -= args.large_seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(matrix.left())
+    if args.large:
+        for process in matrix.processes:  # nothing beside the measurement
+            if process not in matrix.large.values() and process is not matrix.large_ffn:
+                matrix.kill(process)
+        matrix.until += args.large_seconds
+        matrix.big_measure()
+    matrix.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""The hosts' side of the `ipc` connector, without a GPU: handles, announcements, lost steps, the way back."""
+
+import os
+import socket
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from afdpatch.runtime.config import AfdConfig
+from afdpatch.runtime.connectors import ipc_attention, ipc_ffn
+from afdpatch.runtime.connectors._ipc import Announced, HandlePage, HangUp
+from afdpatch.runtime.connectors.base import InvalidHop, NoFfnServer
+from afdpatch.runtime.connectors.factory import gpu_ffn_connector
+from afdpatch.runtime.connectors.ipc_attention import StepLost
+from afdpatch.runtime.ffn_loop import FfnLoop
+from afdpatch.runtime.protocol import Greeting, ProtocolError
+from afdpatch.runtime.status import StatusPage
+from afdpatch.runtime.step_route import StepRoute
+from tests.runtime.gpu_stand_in import StandInBuffers, StandInGraph
+
+LAYERS = (0, 1, 2)
+HIDDEN = 8
+
+
+def greeting(role: str) -> Greeting:
+    return Greeting(
+        role=role, rank=0, manifest_digest="a", vllm_version="1", model="m", config_digest="c", checkpoint="c",
+        dtype="float32", hidden_size=HIDDEN, layers=LAYERS, max_rows=16, micro_batches=1, num_attention_ranks=1,
+        num_ffn_ranks=1,
+    )  # fmt: skip
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        pause.wait(0.01)
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+def test_both_handles_lie_in_one_page() -> None:
+    ours, fd = HandlePage.create()
+    theirs = HandlePage.attach(fd)
+    os.close(fd)
+    ours.put("attention", b"a" * 120)
+    assert theirs.get("attention") == b"a" * 120
+    assert theirs.get("ffn") == b""
+    theirs.put("ffn", b"f" * 120)
+    assert ours.get("ffn") == b"f" * 120 and ours.get("attention") == b"a" * 120
+
+
+def test_a_page_that_could_shrink_or_is_none_is_refused() -> None:
+    unsealed = os.memfd_create("t", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, 4096)
+    read, write = os.pipe()
+    for fd in (unsealed, read):
+        with pytest.raises(ProtocolError, match="memfd"):
+            HandlePage.attach(fd)
+    for fd in (unsealed, read, write):
+        os.close(fd)
+
+
+def test_what_is_announced_is_one_of_three() -> None:
+    assert [Announced.of(each.value) for each in Announced] == list(Announced)
+    with pytest.raises(ProtocolError, match="announced: found 3"):
+        Announced.of(3)
+
+
+def test_a_peer_that_goes_is_noticed_by_the_watch_and_a_stopped_watch_says_nothing() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    gone = threading.Event()
+    watch = HangUp(ours, gone.set)
+    theirs.close()
+    assert gone.wait(10)
+    watch.stop()
+    ours.close()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    said: list[int] = []
+    watch = HangUp(ours, lambda: said.append(1))
+    watch.stop()
+    assert said == []
+    ours.close(), theirs.close()
+
+
+# ---- a pair ---------------------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """An FFN loop and a route that hop through stand-ins."""
+
+    def __init__(self) -> None:
+        keys = {"hop_timeout_s": 5, "connect_timeout_s": 10, "recovery_timeout_s": 8}
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.config = AfdConfig.parse({"connector": "ipc", "port": port, "connector_extra_config": keys})
+        self.attention_page, self.ffn_page = StatusPage.create("attention"), StatusPage.create("ffn")
+        self.fails = False
+        self.frozen: list[bool] = []
+        self.start_ffn()
+        self.route = StepRoute(self.config, 0, self.attention_page)
+        self.route.connect(greeting("attention"))
+        self.route.wait_ready()
+
+    def start_ffn(self) -> None:
+        connector = gpu_ffn_connector(self.config, 0, self.compute, self.frozen.append, self.ffn_page)
+        self.loop = FfnLoop(connector, self.compute, self.ffn_page, greeting("ffn"))
+        self.loop.start()
+        self.loop.serve()
+
+    def compute(self, layer: int, hidden: Tensor) -> Tensor:
+        if self.fails:
+            raise ValueError("it can't be computed")
+        return hidden * (layer + 2)
+
+    def step(self, rows: int) -> float:
+        hidden = torch.ones(rows, HIDDEN)
+        for layer in LAYERS:
+            hidden = self.route.hop(hidden, layer)
+        self.route.check(self.route.under_way)
+        return float(hidden[0, 0])
+
+    def close(self) -> None:
+        self.route.close()
+        self.loop.stop()
+
+
+@pytest.fixture
+def capturing() -> list[bool]:
+    return [False]
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch, capturing: list[bool]) -> Iterator[Pair]:
+    for module in (ipc_attention, ipc_ffn):
+        monkeypatch.setattr(module, "HopBuffers", StandInBuffers)
+    idle = types.SimpleNamespace(query=lambda: True)
+    for name, value in {
+        "current_device": lambda: 0,
+        "is_current_stream_capturing": lambda: capturing[0],
+        "graph_pool_handle": lambda: 0,
+        "synchronize": lambda *device: None,
+        "current_stream": lambda *device: idle,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+    def capture(self: Any, peer: Any, rows: int) -> None:
+        def step() -> None:
+            for layer in peer.layers:
+                peer.buffers.send(self._compute(layer, peer.buffers.receive(rows, layer)), layer)
+
+        peer.graphs[rows] = StandInGraph()
+        peer.graphs[rows].step = step
+        self._freeze(True)
+
+    monkeypatch.setattr(ipc_ffn.IpcFfnConnector, "_capture", capture)
+    made = Pair()
+    yield made
+    made.close()
+
+
+def test_a_step_is_announced_once_and_its_hops_are_counted_on_both_sides(pair: Pair) -> None:
+    assert pair.step(4) == 24.0
+    assert pair.step(16) == 24.0
+    until(lambda: pair.ffn_page.snapshot().steps == 2, "two steps at the FFN")
+    assert pair.attention_page.snapshot().hops == pair.ffn_page.snapshot().hops == 6
+
+
+def test_a_captured_step_is_replayed_as_a_whole_and_an_unknown_graph_is_an_error(
+    pair: Pair, capturing: list[bool]
+) -> None:
+    with pytest.raises(InvalidHop, match="replay of 8 rows"):
+        pair.route.begin_replay(8)
+    connection = pair.route.under_way
+    assert connection is None
+    pair.step(8)
+    capture(pair, 8, capturing)
+    replay(pair, 8)
+    assert pair.ffn_page.snapshot().errors == 0
+    assert pair.attention_page.snapshot().hops == pair.ffn_page.snapshot().hops == 6
+
+
+def test_a_step_whose_layer_failed_is_lost_and_the_next_one_goes_on(pair: Pair) -> None:
+    pair.fails = True
+    with pytest.raises(StepLost, match=r"it can't be computed; on the GPU: aborted"):
+        pair.step(3)
+    pair.fails = False
+    assert pair.step(3) == 24.0
+
+
+def test_a_step_waits_for_a_server_that_comes_back_and_graphs_are_captured_again(
+    pair: Pair, capturing: list[bool]
+) -> None:
+    pair.step(8)
+    capture(pair, 8, capturing)
+    pair.loop.stop()
+    threading.Timer(0.5, pair.start_ffn).start()
+    assert pair.step(8) == 24.0
+    until(lambda: pair.frozen.count(True) == 2, "the graph at the new server")
+    replay(pair, 8)
+    assert pair.ffn_page.snapshot().errors == 0
+
+
+def test_what_was_under_way_when_the_connection_broke_is_lost(pair: Pair) -> None:
+    hidden = pair.route.hop(torch.ones(2, HIDDEN), 0)
+    begun = pair.route.under_way
+    assert begun is not None and begun._sock is not None
+    begun._sock.shutdown(socket.SHUT_RDWR)
+    until(lambda: pair.ffn_page.snapshot().peers == 0, "no peer at the FFN")
+    pair.route.hop(hidden, 1)  # a launch knows nothing of it
+    with pytest.raises(StepLost):
+        pair.route.check(begun)
+    assert pair.step(2) == 24.0
+
+
+def test_without_a_server_a_step_ends_in_time_and_the_next_one_at_once(pair: Pair) -> None:
+    pair.loop.stop()
+    pair.route.begin_step(time.monotonic() + 1.0)
+    with pytest.raises(NoFfnServer):
+        pair.step(2)
+    with pytest.raises(NoFfnServer):
+        pair.step(2)
+
+
+def test_a_draining_server_lets_its_peer_go_between_steps(pair: Pair) -> None:
+    assert pair.step(2) == 24.0
+    pair.ffn_page.request_drain(True)
+    until(lambda: pair.ffn_page.snapshot().peers == 0, "no peer at the draining server")
+    pair.ffn_page.request_drain(False)
+    assert pair.step(2) == 24.0
+
+
+def capture(pair: Pair, rows: int, capturing: list[bool]) -> None:
+    """What vLLM's capture does: each layer's launch is recorded, and nothing is computed or counted."""
+    connection, before = pair.route.under_way, pair.attention_page.snapshot().hops
+    assert connection is not None and connection._end.buffers is not None
+    recorded: list[int] = []
+    connection._end.buffers.exchange = lambda tensor, layer, *rest: recorded.append(layer) or tensor  # type: ignore
+    capturing[0] = True
+    for layer in LAYERS:
+        pair.route.hop(torch.ones(rows, HIDDEN), layer)
+    capturing[0] = False
+    del connection._end.buffers.exchange  # type: ignore[attr-defined]
+    assert recorded == list(LAYERS) and pair.attention_page.snapshot().hops == before
+    until(lambda: True in pair.frozen, "the graph's other half")
+
+
+def replay(pair: Pair, rows: int) -> None:
+    """A replayed step: what the graph's launches do."""
+    before = pair.ffn_page.snapshot().hops
+    pair.route.begin_replay(rows)
+    connection = pair.route.under_way
+    assert connection is not None and connection._end.buffers is not None
+    hidden = torch.ones(rows, HIDDEN)
+    for layer in LAYERS:
+        hidden = connection._end.buffers.exchange(hidden, layer, 0, hidden)
+    pair.route.check(connection)
+    assert float(hidden[0, 0]) == 24.0
+    until(lambda: pair.ffn_page.snapshot().hops == before + len(LAYERS), "the replayed step at the FFN")
