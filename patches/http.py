@@ -53,6 +53,8 @@ GENERATES = (
     "/v2/chat",
     "/inference/v1/generate",
     "/generate",
+    "/generative_scoring",
+    "/invocations",
 )
 """Requests that need FFN servers; an attention server that has given up on them refuses these at once."""
 RETRY_AFTER_S = 5
@@ -109,7 +111,7 @@ class AfdMiddleware:
             return await self._drain(scope, send, path, snapshots[0].role)
         if snapshots[0].role == "ffn" and not _ffn_answers(scope, path):
             return await _refuse(scope, send)
-        if path in GENERATES and any(snapshot.peer_state is PeerState.GIVEN_UP for snapshot in snapshots):
+        if path in GENERATES and _given_up(snapshots):
             return await self._unavailable(send, snapshots)
         if path == PROCESSES and scope["type"] == "http":
             return await _json(send, 200, self.attested.processes())
@@ -203,6 +205,12 @@ def _is_this_host(address: str) -> bool:
     except ValueError:
         return False
     return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
+
+
+def _given_up(snapshots: Sequence[Snapshot]) -> bool:
+    """Whether every rank that sends hops has given up on its FFN servers."""
+    states = {snapshot.peer_state for snapshot in snapshots} - {PeerState.NONE}
+    return states == {PeerState.GIVEN_UP}
 
 
 def _ffn_answers(scope: Scope, path: str) -> bool:

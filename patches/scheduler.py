@@ -49,6 +49,7 @@ class LostStepScheduler:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._under_way: deque[SchedulerOutput] = deque()
+        self._failed: set[str] = set()
 
     def schedule(self, throttle_prefills: bool = False) -> "SchedulerOutput":
         """vLLM's own; the step is kept until its result is there."""
@@ -72,7 +73,9 @@ class LostStepScheduler:
     def _lose(self, why: str) -> None:
         """Fail every request of the steps under way, the oldest of which was lost."""
         computed = _computed_before(self._under_way)
-        self._evict(computed)
+        # Those that an earlier loss failed have left the cache then; what they had can't be found any more.
+        self._evict({id_: tokens for id_, tokens in computed.items() if id_ not in self._failed})
+        self._failed = set(computed)
         # The requests that vLLM ends with FINISHED_ERROR at the end of update_from_output, whatever failed them.
         self.grammar_compile_error_reqs.update(computed)
         logger.error(

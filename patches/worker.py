@@ -41,7 +41,7 @@ STOP_S = 10.0
 """How long a worker waits for its own thread to end, in seconds."""
 STEP_SHARE = 0.9
 """The part of vLLM's deadline of one worker call in which all hops of its forward must be done."""
-FFN_ROWS = 1 << 20
+FFN_ROWS = 1 << 17
 """The FFN takes as many rows in a hop as the attention server may send: the attention server's buffer says how many."""
 VOLATILE = ("transformers_version",)
 """Keys of a model's configuration that say nothing of the model (beside those that begin with an underscore)."""

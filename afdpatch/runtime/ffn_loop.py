@@ -209,8 +209,8 @@ class FfnLoop:
     def _count(self, hop: IncomingHop, started_ns: int) -> None:
         header = hop.header
         self._page.count_hop(header.rows, header.nbytes, time.monotonic_ns() - started_ns)
-        if self._steps.get(hop.peer) != header.step:
-            self._steps[hop.peer] = header.step
+        if self._steps.get(hop.rank) != header.step:
+            self._steps[hop.rank] = header.step
             self._page.count_step()
 
     def _failed(self, hop: IncomingHop, error: Exception) -> None:

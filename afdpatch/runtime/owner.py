@@ -42,10 +42,11 @@ class Owner:
             return
         self._poll.register(self._fd, select.POLLIN)
         try:
-            os.stat(page.path)
+            same = page.is_at(page.path)
         except OSError:
-            # The id went to another process before the pidfd held it: only the owner has the page there.
-            self._gone = True
+            same = False
+        # Else the id went to another process before the pidfd held it: only the owner has this page there.
+        self._gone = not same
 
     def check(self) -> None:
         """Return at once while the process lives.

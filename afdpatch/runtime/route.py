@@ -142,19 +142,25 @@ class Route:
         Raises:
             PeerLost: one of them ended. ConnectTimeout: past the deadline (default: now + ``connect_timeout_s``).
         """
-        deadline = time.monotonic() + self._config.connect_timeout_s if deadline_s is None else deadline_s
+        started = time.monotonic()
+        deadline = started + self._config.connect_timeout_s if deadline_s is None else deadline_s
         for rank in self._home:
             while True:
                 connector = self._connections.get(rank)
                 if connector is None:
                     raise PeerLost(f"ffn{rank} ended while it loaded ({self._last_error}); see its log")
+                # The wait holds the connection, so nobody else gives its signs of life.
+                connector.ping(self._hop_timeout_s)
                 try:
                     # In short waits, so that a connection that took this one's place is seen.
-                    connector.wait_ready(min(deadline, time.monotonic() + 1.0))
+                    connector.wait_ready(min(deadline, time.monotonic() + 0.5))
                     break
-                except ConnectTimeout:
+                except ConnectTimeout as error:
                     if time.monotonic() >= deadline:
-                        raise
+                        raise ConnectTimeout(
+                            f"ffn{rank} is still loading after {time.monotonic() - started:.1f} s; look at its log, "
+                            f"or raise connect_timeout_s"
+                        ) from error
                 except PeerLost as error:
                     self._lose(rank, connector, str(error))
                     raise
@@ -350,7 +356,10 @@ class Route:
         """One try to connect to a server. Raises what ``AttentionConnector.connect`` raises."""
         greeting = self._greeting
         assert greeting is not None
-        connector = self._make(rank)
+        try:
+            connector = self._make(rank)
+        except OSError as error:
+            raise Unreachable(f"no connection to ffn{rank} can be made here: {error.strerror}") from error
         started = time.monotonic()
         try:
             with self._state_lock:

@@ -201,6 +201,10 @@ class StatusPage:
         self._map.close()
         os.close(self._fd)
 
+    def is_at(self, path: str) -> bool:
+        """Whether this very memory is at ``path`` now. Raises OSError: nothing is."""
+        return os.path.samestat(os.stat(path), os.fstat(self._fd))
+
     # Hop path: each about a microsecond or less.
 
     def beat(self) -> None:

@@ -17,7 +17,7 @@ MIXED = "qwen3-moe-mixed"
 """Five layers of random strong weights, two of them dense."""
 CONFIGURATIONS = [
     (MIXED, "bfloat16"),
-    ("qwen3-moe", "bfloat16"),
+    pytest.param(("qwen3-moe", "bfloat16"), marks=pytest.mark.full),  # the HTTP servers' tests have it in CI
     pytest.param(("qwen3-moe", "float32"), marks=pytest.mark.full),
     pytest.param(("qwen3-moe", "float16"), marks=pytest.mark.full),
     ("deepseek-v2", "bfloat16"),

@@ -381,6 +381,23 @@ def test_a_server_that_dies_while_loading_ends_the_start(transport):
             route.wait_ready()
 
 
+def test_a_server_that_loads_for_longer_than_peers_may_be_silent_is_waited_for(transport, page):
+    with servers(transport, 1, start=False) as ffn:
+        ffn.start(0, serve=False, options={"peer_timeout_s": 1.5})
+        with route_to(ffn, page, connect=False) as route:
+            route.connect(said(ffn))
+            watch = PeerWatch(route, page, period_s=0.05)
+            watch.start()
+            begin = time.monotonic()
+            load = threading.Timer(4.0, os.kill, (ffn.processes[0].pid, signal.SIGUSR1))
+            load.start()
+            route.wait_ready()
+            assert time.monotonic() - begin > 1.5  # longer than a rank may be silent
+            assert seen(page, Event.PEER_LOST) == seen(ffn.pages[0], Event.PEER_LOST) == 0
+            assert torch.equal(route.hop(ONE, 0), ONE * 2)
+            assert watch.stop()
+
+
 def test_attention_may_start_first(transport):
     with servers(transport, 1, start=False) as ffn, route_to(ffn, connect=False) as route:
         thread = threading.Thread(target=lambda: route.connect(said(ffn)))

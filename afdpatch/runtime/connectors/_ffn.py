@@ -82,6 +82,7 @@ class SocketFfnConnector(FfnConnector):
         self._serving_asked = False
         self._serving = False
         self._draining = False
+        self._deaf = False  # no newcomers until the next look: there was no descriptor for one
         self._looked_ns = 0
 
     @abstractmethod
@@ -155,6 +156,9 @@ class SocketFfnConnector(FfnConnector):
             if now_ns - self._looked_ns > _LOOK_NS:
                 self._looked_ns = now_ns
                 self._drop_silent(now_ns)
+                if self._deaf and self._listener is not None:
+                    self._poll.register(self._listener, select.POLLIN)
+                    self._deaf = False
             if self._draining:
                 self._let_go()
             if self._serving and self._arrived:
@@ -224,8 +228,10 @@ class SocketFfnConnector(FfnConnector):
             sock, _ = listener.accept()
         except (BlockingIOError, ConnectionError):
             return
-        except OSError as error:  # no descriptor is free: the peers that are here go on
+        except OSError as error:  # no descriptor is free: the peers that are here go on, newcomers wait a little
             self._refused(f"a connection could not be taken: {error.strerror}")
+            self._poll.unregister(listener)
+            self._deaf = True
             return
         sock.setblocking(False)
         deadline_s = time.monotonic() + self._greeting_timeout_s

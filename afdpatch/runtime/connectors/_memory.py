@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import logging
 import mmap
 import os
 import socket
@@ -20,7 +19,6 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _CREDENTIALS = struct.Struct("3i")
 _INT = struct.Struct("i")
 _MAX_FDS = 8
-log = logging.getLogger(__name__)
 
 
 def address_of(host: str, port: int, ffn_rank: int) -> str:
@@ -82,7 +80,7 @@ class HopMemory:
     def __init__(self, fd: int, layout: Layout) -> None:
         """Map ``fd``, which stays the caller's."""
         self.layout = layout
-        self._map = mmap.mmap(fd, layout.total_bytes)
+        self._map: mmap.mmap | None = mmap.mmap(fd, layout.total_bytes)
         dtype: torch.dtype = getattr(torch, layout.dtype)
         # Views made in inference mode could not be written to outside of it, and the caller's mode is none of ours.
         with torch.inference_mode(False):
@@ -128,10 +126,7 @@ class HopMemory:
             raise ProtocolError("memfd", os.strerror(error.errno or 0), "a sealed memfd that can be mapped") from error
 
     def close(self) -> None:
-        """Unmap; if somebody still holds a view, the mapping goes with the last one."""
+        """Let go of the mapping, which goes with its last view: closing it under a tensor would end in SIGSEGV."""
         self.a2f.clear()
         self.f2a.clear()
-        try:
-            self._map.close()
-        except BufferError:
-            log.debug("a view of the hop memory outlives its connection; unmapped with the last view")
+        self._map = None

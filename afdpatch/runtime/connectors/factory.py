@@ -30,7 +30,8 @@ def attention_connectors(config: AfdConfig) -> Callable[[int], AttentionConnecto
                 *config.ffn_address(ffn_rank),
                 secret=secret,
                 spin_us=config.spin_us,
-                peer_timeout_s=config.peer_timeout_s,
+                # A server that computes for long doesn't read, and may do so for as long as a hop may take.
+                peer_timeout_s=max(config.peer_timeout_s, config.hop_timeout_s),
             )
         return ShmAttentionConnector(
             address_of(config.host, config.port, ffn_rank), secret=secret, spin_us=config.spin_us

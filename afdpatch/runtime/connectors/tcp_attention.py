@@ -58,14 +58,17 @@ class TcpAttentionConnector(SocketAttentionConnector):
 
     def _open(self, deadline_s: float) -> socket.socket:
         error: OSError | None = None
-        for family, kind, protocol, _, address in _resolve(self._host, self._port, deadline_s):
+        found = list(_resolve(self._host, self._port, deadline_s))
+        for index, (family, kind, protocol, _, address) in enumerate(found):
+            now = time.monotonic()
+            limit_s = now + (deadline_s - now) / (len(found) - index)  # one that doesn't answer leaves time for others
             sock = socket.socket(family, kind, protocol)
             try:
                 configure(sock, self._peer_timeout_s)
                 try:
                     sock.connect(address)
                 except BlockingIOError:
-                    self._wait(sock, select.POLLOUT, deadline_s)
+                    self._wait(sock, select.POLLOUT, limit_s)
                 check_connected(sock)
             except OSError as failed:
                 sock.close()

@@ -22,6 +22,7 @@ from afdpatch.runtime.protocol import (
     Header,
     Kind,
     Layout,
+    ProtocolError,
 )
 from afdpatch.runtime.secret import Handshake
 from afdpatch.runtime.status import StatusPage
@@ -102,8 +103,12 @@ class _TcpPeer(Peer):
         if buffer is None or buffer.shape[0] < header.rows:
             rows = min(1 << (header.rows - 1).bit_length(), self._layout.max_rows)
             # A buffer made in inference mode could not be written to outside of it.
-            with torch.inference_mode(False):
-                buffer = self._buffers[header.micro_batch] = torch.empty(rows, self._layout.hidden, dtype=self._dtype)
+            try:
+                with torch.inference_mode(False):
+                    buffer = torch.empty(rows, self._layout.hidden, dtype=self._dtype)
+            except RuntimeError as error:
+                raise ProtocolError("rows", header.rows, "as many as this host has memory for") from error
+            self._buffers[header.micro_batch] = buffer
         return buffer[: header.rows]
 
     def hidden(self, header: Header) -> Tensor:
