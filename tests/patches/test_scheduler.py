@@ -189,6 +189,19 @@ def test_a_step_that_was_scheduled_before_the_loss_was_known_is_lost_too(engine:
     assert third.num_output_tokens == 8
 
 
+@pytest.mark.parametrize("engine", ["AfdAsyncScheduler"], indirect=True)
+def test_two_steps_under_way_that_are_both_lost_leave_what_was_computed_before(engine: Engine) -> None:
+    request = engine.add(PROMPT)
+    assert engine.computed(engine.scheduler.schedule()) == {}
+    first, second = engine.scheduler.schedule(), engine.scheduler.schedule()
+    assert engine.lost(first) == {request.request_id: "error"}
+    assert engine.lost(second) == {}
+    assert engine.cached_tokens(PROMPT) == CHUNK
+    again = engine.add(PROMPT)
+    engine.run_to_end()
+    assert again.num_output_tokens == 8
+
+
 def test_a_request_preempted_between_a_step_and_its_loss_leaves_nothing_either(engine: Engine) -> None:
     request = engine.add(PROMPT)
     engine.computed(engine.scheduler.schedule())
