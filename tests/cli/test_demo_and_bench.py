@@ -166,4 +166,4 @@ def test_bench_hop_says_on_stderr_what_it_measures() -> None:
         "bench hop: 1 of 2: 0.125 KB, pause 0 us",
         "bench hop: 2 of 2: 0.5 KB, pause 0 us",
     ]
-    assert [line["rows"] for line in json.loads(done.stdout)["results"]] == [1] * 3 + [4] * 3
+    assert [line["rows"] for line in json.loads(done.stdout)["results"]] == [1] * 4 + [4] * 4

@@ -35,6 +35,7 @@ def test_every_target_is_patched_again(world: World, how: str, when: str, first:
     world.write(f"{world.package}/user.py", "from .core import free\ndef use(): return free(1)\n")
     names = ("Engine.run", "Engine.make", "Engine.name")
     entries = [world.entry(f"PKG.core:{name}", when=when) for name in names]
+    before = list(sys.meta_path)  # another set's may be there: this process's own vLLM is patched by some tests
     patches = world.patchset(world.entry(when=when, holders=["PKG.user"]), *entries)
     if first == "import":
         world.load("PKG.core")
@@ -60,7 +61,8 @@ def test_every_target_is_patched_again(world: World, how: str, when: str, first:
     assert [core.free, core.Engine.run] == originals
     assert core.free(1) == user.use() == old.free(1) == 8
     assert (engine.run(1), core.Engine.make(1), core.Engine.name()) == (11, 11, "Engine")
-    assert not [item for item in sys.meta_path if type(item).__module__ == "afdpatch.registry.hooks"]
+    ours = [item for item in sys.meta_path if type(item).__module__ == "afdpatch.registry.hooks"]
+    assert not [item for item in ours if item not in before]
     assert again(world, how).free(1) == 8
 
 
