@@ -7,6 +7,7 @@ which ends it when its parent ends, by whatever means.
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import os
 import random
@@ -284,8 +285,8 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
+        except OSError as error:
+            return error.errno == errno.EADDRNOTAVAIL  # an address of another network namespace, or of none
     return True
 
 

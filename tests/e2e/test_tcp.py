@@ -22,6 +22,7 @@ from tests.e2e.test_faults import EXTRA, LAYERS, LONG, SHORT, WORDS, ZEROABLE, S
 pytestmark = pytest.mark.full
 NAMESPACE, HERE, THERE = "afdpatch-test", "10.77.31.1", "10.77.31.2"
 NEAR, FAR = "afd-near", "afd-far"
+SLOW = ("tbf", "rate", "2mbit", "burst", "16kb", "latency", "500ms")
 
 
 def sh(*command: str) -> None:
@@ -93,7 +94,7 @@ def test_tokens_over_tcp_are_those_of_stock_vllm(pair: Cluster, expected: dict[s
 
 
 def test_a_slow_link_only_slows(pair: Cluster, expected: dict[str, list[str]]) -> None:
-    sh("tc", "qdisc", "add", "dev", NEAR, "root", "netem", "delay", "10ms", "3ms", "loss", "2%")
+    sh("tc", "qdisc", "add", "dev", NEAR, "root", *SLOW)
     try:
         assert tokens_of(pair.servers["attention0"], SHORT) == expected[SHORT]
     finally:
@@ -104,7 +105,7 @@ def test_a_link_that_is_cut_and_comes_back_only_pauses(pair: Cluster, expected: 
     attention, ffn = pair.servers["attention0"], pair.servers["ffn0"]
     before = page(attention)
     hops = page(ffn)["afd_hops"]
-    sh("tc", "qdisc", "add", "dev", NEAR, "root", "netem", "delay", "3ms")
+    sh("tc", "qdisc", "add", "dev", NEAR, "root", *SLOW)
     stream = Stream(attention, LONG)
     until(lambda: page(ffn)["afd_hops"] > hops + LAYERS, 60, "hops are on their way")
     sh("ip", "link", "set", NEAR, "down")
