@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from afdpatch.cli.checks import at_least
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -68,11 +70,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--round-trips", type=_at_least(10), default=2000, metavar="N", help="for each line; default 2000"
+        "--round-trips", type=at_least(10), default=2000, metavar="N", help="for each line; default 2000"
     )
     parser.add_argument(
         "--pauses-us",
-        type=_at_least(0),
+        type=at_least(0),
         nargs="+",
         default=list(PAUSES_US),
         metavar="US",
@@ -81,35 +83,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--rows",
-        type=_at_least(1),
+        type=at_least(1),
         nargs="+",
         default=list(ROWS),
         metavar="N",
         help=f"how many rows (tokens) a hop carries; default {' '.join(map(str, ROWS))}",
     )
     parser.add_argument(
-        "--hidden", type=_at_least(1), default=HIDDEN, help=f"width of a row in bfloat16; default {HIDDEN}"
+        "--hidden", type=at_least(1), default=HIDDEN, help=f"width of a row in bfloat16; default {HIDDEN}"
     )
-    parser.add_argument("--spin-us", type=_at_least(0), default=None, help="default: as served")
+    parser.add_argument("--spin-us", type=at_least(0), default=None, help="default: as served")
     parser.add_argument(
-        "--block", type=_at_least(2), default=50, help="round trips of one transport in a turn; default 50"
+        "--block", type=at_least(2), default=50, help="round trips of one transport in a turn; default 50"
     )
     parser.add_argument("--format", choices=("table", "json"), default="table", help="default: table")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there too")
     parser.set_defaults(run=run)
-
-
-def _at_least(low: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if value < low:
-            raise argparse.ArgumentTypeError(f"found {text!r}, expected an integer of at least {low}")
-        return value
-
-    return parse
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from afdpatch.cli.checks import at_least
+
 if TYPE_CHECKING:
     from afdpatch.kernels import HopBuffers
 
@@ -76,16 +78,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rows", type=_at_least(1), nargs="+", default=list(ROWS), metavar="ROWS")
-    parser.add_argument("--hidden", type=_at_least(8), default=2048, help="width of a row in bfloat16; default 2048")
+    parser.add_argument("--rows", type=at_least(1), nargs="+", default=list(ROWS), metavar="ROWS")
+    parser.add_argument("--hidden", type=at_least(8), default=2048, help="width of a row in bfloat16; default 2048")
     parser.add_argument(
-        "--round-trips", type=_at_least(1000), default=100_000, metavar="N", help="for each line; default 100000"
+        "--round-trips", type=at_least(1000), default=100_000, metavar="N", help="for each line; default 100000"
     )
-    parser.add_argument("--repeats", type=_at_least(3), default=5, help="that they are divided into; default 5")
-    parser.add_argument("--hops", type=_at_least(2), default=100, help="in a graph; default 100")
+    parser.add_argument("--repeats", type=at_least(3), default=5, help="that they are divided into; default 5")
+    parser.add_argument("--hops", type=at_least(2), default=100, help="in a graph; default 100")
     parser.add_argument(
         "--devices",
-        type=_at_least(0),
+        type=at_least(0),
         nargs=2,
         default=[0, 1],
         metavar="GPU",
@@ -96,19 +98,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there too")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it (.svg or .png; needs matplotlib)")
     parser.set_defaults(run=run)
-
-
-def _at_least(low: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if value < low:
-            raise argparse.ArgumentTypeError(f"found {text!r}, expected an integer of at least {low}")
-        return value
-
-    return parse
 
 
 def run(args: argparse.Namespace) -> int:

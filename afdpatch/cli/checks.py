@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,18 @@ def parse_object(text: str, option: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{option}: expected a JSON object, found {text!r}")
     return value
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """An option's type for argparse: an integer from `low` on."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low:
+            raise argparse.ArgumentTypeError(f"found {text!r}, expected an integer of at least {low}")
+        return value
+
+    return parse

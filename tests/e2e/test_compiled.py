@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import compare
+from tests.e2e.sameness import logprob_difference, tokens_of
 from tests.e2e.servers import MODELS
-from tests.e2e.test_equal import logprob_difference, tokens_of
 
 CASES = ["batch:1", "batch:16", "chunked", "seeded"]
 

@@ -1,7 +1,6 @@
 """Tokens and log-probabilities of an AFD pair are those of stock vLLM, and they come from the FFN server."""
 
 import json
-import math
 import shutil
 import zlib
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Comparison, compare, engine_options, finish_driver, start_driver
+from tests.e2e.sameness import logprob_difference, tokens_of
 from tests.e2e.servers import MODELS
 
 CASES = ["batch:1", "batch:2", "batch:5", "batch:16", "chunked", "prefix", "seeded", "stop", "abort"]
@@ -55,26 +55,6 @@ def make_strong_model(path: Path, like: Path, **changes: Any) -> None:
     model.save_pretrained(path)
     saved = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(saved | {"architectures": config["architectures"]}))
-
-
-def tokens_of(case: Any) -> Any:
-    """The tokens in a case's outputs, without what stands beside them."""
-    if isinstance(case, list):
-        return [tokens_of(part) for part in case]
-    return [choice["tokens"] for choice in case["choices"]]
-
-
-def logprob_difference(left: Any, right: Any) -> float:
-    """Largest difference of two cases' log-probabilities; infinite where the candidates differ."""
-    if isinstance(left, list):
-        return max((logprob_difference(a, b) for a, b in zip(left, right, strict=True)), default=0.0)
-    worst = 0.0
-    for a, b in zip(left["choices"], right["choices"], strict=True):
-        for step, other in zip(a["logprobs"], b["logprobs"], strict=True):
-            if step.keys() != other.keys():
-                return math.inf
-            worst = max(worst, *(abs(step[token] - other[token]) for token in step))
-    return worst
 
 
 @pytest.mark.parametrize("case", CASES)

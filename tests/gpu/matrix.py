@@ -15,10 +15,11 @@ import sys
 import threading
 import time
 import traceback
-import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from afdpatch.cli import client
 from tests.gpu.judge import judge
 from tests.gpu.tpot import make_model
 
@@ -143,8 +144,9 @@ class Matrix:
         try:
             code: int | str = process.wait(min(seconds, self.left()))
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGABRT)  # faulthandler writes where it was
-            time.sleep(1)
+            os.killpg(process.pid, signal.SIGABRT)  # faulthandler writes where it was, and the process ends
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
             self.kill(process)
             code = "killed at its deadline"
         self.say(f"{name}: {code}")
@@ -161,13 +163,23 @@ class Matrix:
 
     def wait_for(self, name: str, text: str, seconds: float, process: "subprocess.Popen[bytes]") -> bool:
         """Whether a log says something in time."""
-        until = time.monotonic() + min(seconds, self.left())
-        while time.monotonic() < until:
-            if text in (self.out / f"{name}.log").read_text(errors="replace"):
+        return self.until(lambda: text in (self.out / f"{name}.log").read_text(errors="replace"), seconds, process)
+
+    def wait_for_hops(self, port: int, process: "subprocess.Popen[bytes]") -> bool:
+        """Whether an attention process's hops are seen at an FFN server: its batch is under way."""
+        before = self.hops(port)
+        return self.until(lambda: self.hops(port) > before + 100, 60, process)
+
+    def until(self, condition: Callable[[], bool], seconds: float, process: "subprocess.Popen[bytes]") -> bool:
+        """Whether a condition holds in time, while a process lives."""
+        end = time.monotonic() + min(seconds, self.left())
+        tick = threading.Event()
+        while time.monotonic() < end:
+            if condition():
                 return True
             if process.poll() is not None:
                 return False
-            time.sleep(0.2)
+            tick.wait(0.2)
         return False
 
     def chain(self, name: str, folder: Path, runner: str, index: int, cases: list[str]) -> None:
@@ -195,9 +207,9 @@ class Matrix:
                 same = self.finish(f"{full}-stock", stock[mode], 120)
                 self.results[full] = judge(same, seen, cases)
                 if same is not None and seen is not None:
-                    self.results[full]["ffn hops"] = self.ffn_hops(port)
+                    self.results[full]["ffn hops"] = self.hops(port)
                 self.say(f"{full}: {json.dumps(self.results[full])[:600]}")
-            self.kill_one(chain, folder, afd, "graph", "attention", server, runner)
+            self.kill_one(chain, folder, afd, "graph", "attention", server, runner, port)
             for mode in ("graph", "eager"):
                 server = self.survive(chain, folder, afd, mode, server, runner, afd_port, port)
         except Exception:
@@ -227,12 +239,11 @@ class Matrix:
             "afd": afd | {"connector_extra_config": extra},
         }
         process = self.driver(full, spec, "0,1", runner)
-        if not self.wait_for(full, "CASE generating", 120, process):
+        if not (self.wait_for(full, "CASE generating", 120, process) and self.wait_for_hops(port, process)):
             self.results[full] = "it never generated"
             self.say(f"{full}: it never generated")
             self.kill(process)
             return server
-        time.sleep(1.5)
         self.kill(server)
         server = self.ffn(f"{chain}-ffn-{mode}-again", folder, afd_port, port, "1,0", *SWITCHABLE)
         seen = self.finish(full, process, 160)
@@ -292,11 +303,9 @@ class Matrix:
             self.say(traceback.format_exc())
         self.results["stale"] = found
 
-    def ffn_hops(self, port: int) -> str:
-        """What an FFN server has counted so far."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
-            text = response.read().decode()
-        return "; ".join(line for line in text.splitlines() if line.startswith(("afd_hops_total", "afd_errors")))
+    def hops(self, port: int) -> float:
+        """How many hops an FFN server has counted so far."""
+        return client.total(client.metrics(f"http://127.0.0.1:{port}"), "afd_hops_total") or 0.0
 
     def kill_one(
         self,
@@ -307,6 +316,7 @@ class Matrix:
         who: str,
         server: "subprocess.Popen[bytes]",
         runner: str,
+        port: int,
     ) -> None:
         """Kill the attention process, or the FFN server, while a batch is generated."""
         full = f"{chain}-{mode}-kill-{who}"
@@ -314,12 +324,11 @@ class Matrix:
             return
         spec = {"model": str(folder), "cases": ["forever"], "engine": ENGINE | MODES[mode], "afd": afd}
         process = self.driver(full, spec, "0,1", runner)
-        if not self.wait_for(full, "CASE forever", 120, process):
+        if not (self.wait_for(full, "CASE forever", 120, process) and self.wait_for_hops(port, process)):
             self.results[full] = "it never generated"
             self.say(f"{full}: it never generated")
             self.kill(process)
             return
-        time.sleep(2)
         at = time.monotonic()
         if who == "attention":
             self.kill(process)

@@ -9,6 +9,7 @@ import json
 import random
 import statistics
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,11 @@ def main() -> None:
     llm = LLM(model=spec["model"], **spec["engine"], **additional)
     print("STARTED", flush=True)
     until = time.monotonic() + spec.get("go_s", 300)
-    while not Path(spec["go"]).exists() and time.monotonic() < until:
-        time.sleep(0.1)
+    tick = threading.Event()
+    while not Path(spec["go"]).exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"expected {spec['go']} within {spec.get('go_s', 300)} s")
+        tick.wait(0.1)
     engine: Any = llm.llm_engine
     chance = random.Random(0)
     found: dict[str, Any] = {}

@@ -19,7 +19,6 @@ from afdpatch.runtime.connectors.base import (
     PeerLost,
     Unreachable,
 )
-from afdpatch.runtime.status import StatusPage
 
 from .helpers import (
     HIDDEN,
@@ -28,7 +27,6 @@ from .helpers import (
     ffn_connector,
     ffn_process,
     greeting,
-    new_address,
     until,
 )
 from .strangers import stranger
@@ -47,22 +45,6 @@ def silent_listener(address):
         listener.listen()
         listener.settimeout(20)
         yield listener.accept
-
-
-@pytest.fixture(params=["shm", "tcp"])
-def address(request):
-    return new_address(request.param)
-
-
-@pytest.fixture
-def page():
-    return StatusPage.create("ffn")
-
-
-@pytest.fixture
-def ffn(address, page):
-    with ffn_process(address, page) as process:
-        yield process
 
 
 def test_attention_may_start_first(address, page):

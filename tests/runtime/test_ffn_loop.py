@@ -23,11 +23,6 @@ from .helpers import HANGING_LAYER, HIDDEN, compute, connected, ffn_process, gre
 
 
 @pytest.fixture
-def page():
-    return StatusPage.create("ffn")
-
-
-@pytest.fixture
 def address():
     return new_address()
 

@@ -7,25 +7,8 @@ import pytest
 import torch
 
 from afdpatch.runtime.connectors.base import FfnError, InvalidHop
-from afdpatch.runtime.status import StatusPage
 
-from .helpers import FAILING_LAYER, HIDDEN, connected, ffn_process, new_address, until
-
-
-@pytest.fixture(params=["shm", "tcp"])
-def address(request):
-    return new_address(request.param)
-
-
-@pytest.fixture
-def page():
-    return StatusPage.create("ffn")
-
-
-@pytest.fixture
-def ffn(address, page):
-    with ffn_process(address, page) as process:
-        yield process
+from .helpers import FAILING_LAYER, HIDDEN, connected, ffn_process, until
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

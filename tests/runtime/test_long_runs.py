@@ -19,27 +19,9 @@ from .helpers import (
     attention_connector,
     connected,
     ffn_connector,
-    ffn_process,
     greeting,
-    new_address,
     until,
 )
-
-
-@pytest.fixture(params=["shm", "tcp"])
-def address(request):
-    return new_address(request.param)
-
-
-@pytest.fixture
-def page():
-    return StatusPage.create("ffn")
-
-
-@pytest.fixture
-def ffn(address, page):
-    with ffn_process(address, page) as process:
-        yield process
 
 
 @pytest.mark.parametrize("hops", [20_000, pytest.param(100_000, marks=pytest.mark.full)])

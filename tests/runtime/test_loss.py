@@ -10,26 +10,9 @@ import torch
 
 from afdpatch.runtime.connectors.base import HopTimeout, PeerLost
 from afdpatch.runtime.protocol import Header, Kind, Layout
-from afdpatch.runtime.status import StatusPage
 
-from .helpers import HANGING_LAYER, HIDDEN, connected, ffn_process, greeting, new_address, until
+from .helpers import HANGING_LAYER, HIDDEN, connected, greeting, until
 from .strangers import good_hop, impostor, raw_peer
-
-
-@pytest.fixture(params=["shm", "tcp"])
-def address(request):
-    return new_address(request.param)
-
-
-@pytest.fixture
-def page():
-    return StatusPage.create("ffn")
-
-
-@pytest.fixture
-def ffn(address, page):
-    with ffn_process(address, page) as process:
-        yield process
 
 
 def test_a_killed_server_ends_a_hop_at_once(address, ffn):

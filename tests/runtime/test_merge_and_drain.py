@@ -106,11 +106,6 @@ def right(route, rank, number):
     assert torch.equal(route.hop(hidden, layer), hidden * 2 + layer), (rank, number)
 
 
-@pytest.fixture
-def page():
-    return StatusPage.create("ffn")
-
-
 def test_hops_of_one_layer_are_computed_together_and_each_peer_gets_its_own_rows(page):
     config = settings()
     batches = []

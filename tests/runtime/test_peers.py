@@ -11,23 +11,12 @@ import torch
 
 from afdpatch.runtime.connectors.base import ConnectionRefused, InvalidHop, PeerLost
 from afdpatch.runtime.events import Event
-from afdpatch.runtime.status import StatusPage
 
 from .helpers import HIDDEN, connected, ffn_connector, greeting, new_address, until
 from .strangers import good_hop, raw_peer, stranger
 
 OTHER_PROCESS = "0123456789abcdef"
 ONE = torch.ones(1, HIDDEN)
-
-
-@pytest.fixture(params=["shm", "tcp"])
-def address(request):
-    return new_address(request.param)
-
-
-@pytest.fixture
-def page():
-    return StatusPage.create("ffn")
 
 
 @contextlib.contextmanager
