@@ -4,13 +4,19 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from afdpatch.cli import client
+from afdpatch.cli.load import make_prompts
 from afdpatch.cli.servers import Server, children, free_port, stop_all, wait_all
 from tests.e2e.servers import ONE_THREAD
 
+ZEROABLE = ["--worker-cls", "tests.e2e.workers.SwitchableFFNWorker"]
+EXTRA: dict[str, object] = {"hop_timeout_s": 8, "recovery_timeout_s": 150, "peer_timeout_s": 8}
+SHORT, LONG = make_prompts(2, 8)[0], " ".join(make_prompts(8, 30))
+TOKENS = 40
 PARTS = ("api", "engine-core", "worker")
 """The processes of a server that can be killed by themselves."""
 
@@ -128,3 +134,34 @@ def title(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
+
+
+def streamed(server: Server, prompt: str) -> list[str]:
+    """A streamed answer's tokens; an error where it breaks."""
+    *_, answer = client.stream(server.url, "m", prompt, TOKENS, ignore_eos=True, timeout=200)
+    return [token.text for token in answer.tokens]
+
+
+class Stream(threading.Thread):
+    """An answer that comes while the test does something else."""
+
+    def __init__(self, server: Server, prompt: str) -> None:
+        super().__init__(daemon=True)
+        self.server, self.prompt = server, prompt
+        self.tokens: list[str] = []
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Ask."""
+        try:
+            self.tokens = streamed(self.server, self.prompt)
+        except (OSError, ValueError) as error:
+            self.error = error
+
+    def result(self, seconds: float) -> list[str]:
+        """The tokens, within a bound."""
+        self.join(seconds)
+        assert not self.is_alive(), f"expected the stream of {self.server.name} to end within {seconds:g} s"
+        assert self.error is None, self.error
+        return self.tokens

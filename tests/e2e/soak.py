@@ -30,17 +30,8 @@ from afdpatch.cli import client
 from afdpatch.cli.load import make_prompts, percentile
 from afdpatch.cli.topology import stock
 from tests.e2e.cluster import Cluster
-from tests.e2e.servers import MODELS, ONE_THREAD
+from tests.e2e.servers import MODEL, ONE_THREAD, OPTIONS
 
-MODEL = MODELS / "qwen3-moe"
-WORDS = [
-    *(str(MODEL), "--served-model-name", "m", "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "1024"),
-    *("--max-num-seqs", "8", "--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", str(1 << 27)),
-    *(
-        "--block-size",
-        "32",
-    ),
-]
 FAULTS = [
     ("ffn0", "worker", signal.SIGKILL),
     ("ffn1", "engine-core", signal.SIGKILL),
@@ -214,13 +205,13 @@ def faults(cluster: Cluster, load: Load, end: float, every: float) -> Iterator[d
 def soak(minutes: float, folder: Path, *, every: float = 60.0, threads: int = 4) -> dict[str, Any]:
     """Run it; the report."""
     asked = questions()
-    alone = stock(WORDS, folder, binding={"VLLM_CPU_OMP_THREADS_BIND": "0"})
+    alone = stock(OPTIONS, folder, binding={"VLLM_CPU_OMP_THREADS_BIND": "0"})
     alone.env |= ONE_THREAD
     with alone:
         alone.wait_ready(300)
         for question in asked:
             question.expected = ask(alone.url, question)[0]
-    cluster = Cluster(WORDS, folder, attention=2, ffn=2, extra={"hop_timeout_s": 10, "recovery_timeout_s": 200})
+    cluster = Cluster(OPTIONS, folder, attention=2, ffn=2, extra={"hop_timeout_s": 10, "recovery_timeout_s": 200})
     with cluster:
         cluster.wait()
         begin = time.monotonic()

@@ -6,7 +6,6 @@
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,27 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from afdpatch.cli import client
-from afdpatch.cli.load import make_prompts
 from afdpatch.cli.servers import Server, get_status, stop_all
-from afdpatch.cli.topology import stock
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import EXTRA, LONG, SHORT, ZEROABLE, Cluster, Stream, streamed
+from tests.e2e.conftest import metrics
 from tests.e2e.driver import rpc
-from tests.e2e.servers import MODELS, ONE_THREAD, until
+from tests.e2e.servers import LAYERS, OPTIONS, until
 from tests.e2e.workers import FAULT
 
-MODEL = MODELS / "qwen3-moe"
-LAYERS = 4
-WORDS = [
-    *(str(MODEL), "--served-model-name", "m", "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "1024"),
-    *("--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--kv-cache-memory-bytes", str(1 << 27)),
-    *("--block-size", "32"),
-]
 pytestmark = pytest.mark.full
-ZEROABLE = ["--worker-cls", "tests.e2e.workers.SwitchableFFNWorker"]
-EXTRA: dict[str, object] = {"hop_timeout_s": 8, "recovery_timeout_s": 150, "peer_timeout_s": 8}
-SHORT, LONG = make_prompts(2, 8)[0], " ".join(make_prompts(8, 30))
-TOKENS = 40
 MOMENTS = {"prefill": (LONG, 3 * LAYERS + 2), "decode": (SHORT, 12 * LAYERS + 3)}
 """The prompt, and the hop at which the fault comes: in the middle of the fourth chunk, and of the twelfth step."""
 KILL, STOP, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
@@ -82,20 +68,16 @@ TABLE: list[tuple[Fault, float]] = []
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def expected(alone: Server) -> dict[str, list[str]]:
     """What stock vLLM says, by prompt."""
-    server = stock(WORDS, tmp_path_factory.mktemp("stock"), binding={"VLLM_CPU_OMP_THREADS_BIND": "0"})
-    server.env |= ONE_THREAD
-    with server:
-        server.wait_ready(300)
-        return {prompt: tokens_of(server, prompt) for prompt in (SHORT, LONG)}
+    return {prompt: streamed(alone, prompt) for prompt in (SHORT, LONG)}
 
 
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One attention server, two FFN servers."""
     folder = tmp_path_factory.mktemp("replicas")
-    with Cluster(WORDS, folder, attention=1, ffn=2, extra=EXTRA, ffn_options=ZEROABLE) as cluster:
+    with Cluster(OPTIONS, folder, attention=1, ffn=2, extra=EXTRA, ffn_options=ZEROABLE) as cluster:
         cluster.wait()
         yield cluster
 
@@ -104,7 +86,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two attention servers, one FFN server."""
     folder = tmp_path_factory.mktemp("shared")
-    with Cluster(WORDS, folder, attention=2, ffn=1, extra=EXTRA, ffn_options=ZEROABLE) as cluster:
+    with Cluster(OPTIONS, folder, attention=2, ffn=1, extra=EXTRA, ffn_options=ZEROABLE) as cluster:
         cluster.wait()
         yield cluster
 
@@ -122,37 +104,6 @@ def table() -> Iterator[None]:
         Path(path).write_text("\n".join(lines) + "\n")
 
 
-def tokens_of(server: Server, prompt: str) -> list[str]:
-    """A streamed answer's tokens; an error where it breaks."""
-    *_, answer = client.stream(server.url, "m", prompt, TOKENS, ignore_eos=True, timeout=200)
-    return [token.text for token in answer.tokens]
-
-
-class Stream(threading.Thread):
-    """An answer that comes while the test does something else."""
-
-    def __init__(self, server: Server, prompt: str) -> None:
-        super().__init__(daemon=True)
-        self.server, self.prompt = server, prompt
-        self.tokens: list[str] = []
-        self.error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        """Ask."""
-        try:
-            self.tokens = tokens_of(self.server, self.prompt)
-        except (OSError, ValueError) as error:
-            self.error = error
-
-    def result(self, seconds: float) -> list[str]:
-        """The tokens, within a bound."""
-        self.join(seconds)
-        assert not self.is_alive(), f"expected the stream of {self.server.name} to end within {seconds:g} s"
-        assert self.error is None, self.error
-        return self.tokens
-
-
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_ends_as_the_table_says(
     request: pytest.FixtureRequest, expected: dict[str, list[str]], fault: Fault
@@ -164,8 +115,8 @@ def test_a_fault_ends_as_the_table_says(
     victim = cluster.servers["ffn0" if fault.role == "ffn" else "attention0"]
     pid = cluster.pid(victim.name, fault.process)
     # A worker whose API server was killed may still say goodbye between two hops; then none is sent again.
-    felt = "afd_hops_repeated" if fault.process == "worker" else "afd_peers_lost"
-    before = page(attention)[felt]
+    felt = "afd_hops_repeated_total" if fault.process == "worker" else "afd_peers_lost_total"
+    before = metrics(attention.url)[felt]
     # Two replicas get a rank's hops in turn, so ffn0 sees every second one.
     rpc(cluster.servers["ffn0"].url, "signal_at", hop // 2 if taken_over else hop, pid, int(fault.signal))
     stream = Stream(attention, prompt)
@@ -174,7 +125,11 @@ def test_a_fault_ends_as_the_table_says(
         until(lambda: stopped_or_gone(pid), 60, f"the fault strikes process {pid}")
         if fault.outcome == "others go on":
             assert Stream(cluster.servers["attention1"], prompt).result(fault.bound_s) == expected[prompt]
-            until(lambda: page(cluster.servers["ffn0"])["afd_peers"] == 1, fault.bound_s, "one peer at the FFN server")
+            until(
+                lambda: metrics(cluster.servers["ffn0"].url)["afd_peers"] == 1,
+                fault.bound_s,
+                "one peer at the FFN server",
+            )
         elif fault.outcome == "waits":
             until(lambda: get_status(attention.host, attention.port, "/health") == 503, 30, "503 while hops wait")
             mend(cluster, victim, fault, pid)
@@ -183,11 +138,11 @@ def test_a_fault_ends_as_the_table_says(
             assert stream.result(fault.bound_s) == expected[prompt]
         TABLE.append((fault, time.monotonic() - begin))
         if fault.role == "ffn":
-            assert page(attention)[felt] > before
+            assert metrics(attention.url)[felt] > before
     finally:
         mend(cluster, victim, fault, pid)
         cluster.wait(timeout=180)
-    assert tokens_of(cluster.servers["attention0"], prompt) == expected[prompt]
+    assert streamed(cluster.servers["attention0"], prompt) == expected[prompt]
 
 
 def stopped_or_gone(pid: int) -> bool:
@@ -207,25 +162,11 @@ def mend(cluster: Cluster, server: Server, fault: Fault, pid: int) -> None:
         cluster.start(server.name)
 
 
-def page(server: Server) -> dict[str, float]:
-    """A server's AFD counters by name, summed over ranks."""
-    return {
-        name.removesuffix("_total"): sum(value for _, value in samples)
-        for name, samples in client.metrics(server.url).items()
-        if name.startswith("afd_")
-    }
-
-
-def peers(server: Server) -> float:
-    """How many peers a server has."""
-    return page(server)["afd_peers"]
-
-
 @pytest.mark.parametrize("moment", ["load", "warm-up"])
 def test_an_ffn_server_that_dies_while_the_pair_starts_is_waited_for(
     tmp_path: Path, expected: dict[str, list[str]], moment: str
 ) -> None:
-    cluster = Cluster(WORDS, tmp_path, extra=EXTRA, ffn_options=ZEROABLE)
+    cluster = Cluster(OPTIONS, tmp_path, extra=EXTRA, ffn_options=ZEROABLE)
     fault = "load 9" if moment == "load" else f"hop {LAYERS // 2} 9"
     try:
         cluster.environment("ffn0", **{FAULT: fault})
@@ -235,18 +176,18 @@ def test_an_ffn_server_that_dies_while_the_pair_starts_is_waited_for(
         cluster.environment("ffn0", **{FAULT: None})
         cluster.start("ffn0")
         cluster.wait(timeout=200)
-        assert tokens_of(cluster.servers["attention0"], SHORT) == expected[SHORT]
+        assert streamed(cluster.servers["attention0"], SHORT) == expected[SHORT]
     finally:
         stop_all(list(cluster.servers.values()))
 
 
 def test_sigterm_of_an_attention_server_whose_ffn_server_is_gone_ends_in_time(tmp_path: Path) -> None:
-    with Cluster(WORDS, tmp_path, extra=EXTRA, ffn_options=ZEROABLE) as cluster:
+    with Cluster(OPTIONS, tmp_path, extra=EXTRA, ffn_options=ZEROABLE) as cluster:
         cluster.wait()
         cluster.signal("ffn0", "worker")
         attention = cluster.servers["attention0"]
         Stream(attention, LONG)
-        until(lambda: page(attention)["afd_peers"] == 0, 30, "the loss is seen")
+        until(lambda: metrics(attention.url)["afd_peers"] == 0, 30, "the loss is seen")
         attention.send(signal.SIGTERM)
         until(lambda: attention.exit_code is not None, 20, "the attention server ends within 20 s of SIGTERM")
         assert attention.exit_code == 0, json.dumps(attention.log.path.read_text()[-3000:])

@@ -7,23 +7,17 @@ from typing import Any
 
 import pytest
 
-from afdpatch.cli import client
 from afdpatch.cli.load import make_prompts
 from afdpatch.cli.servers import Server
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import ZEROABLE, Cluster
+from tests.e2e.conftest import metrics
 from tests.e2e.driver import rpc
 from tests.e2e.servers import LAYERS, OPTIONS, ask, said
 
 pytestmark = pytest.mark.full
-ZEROABLE = ["--worker-cls", "tests.e2e.workers.SwitchableFFNWorker"]
 PROMPTS = [prompt * (1 + 3 * (index % 3)) for index, prompt in enumerate(make_prompts(12, 12))]
 BOUND = 0.05
 """Of a log-probability, where the host's FFN gives a row other bits beside other rows."""
-
-
-def counter(server: Server, name: str) -> float:
-    """One of a server's AFD metrics, over its ranks."""
-    return client.total(client.metrics(server.url), name) or 0.0
 
 
 def same(found: list[Any], expected: list[Any], alike: bool) -> bool:
@@ -53,12 +47,12 @@ def test_all_at_once_get_the_answers_of_stock_vllm(alone: Server, tmp_path: Path
 
         for _ in range(3):
             assert same(all_at_once(), [answer[0] for answer in expected], alike)
-        hops = [counter(server, "afd_hops_total") for server in servers]
+        hops = [metrics(server.url)["afd_hops_total"] for server in servers]
         assert min(hops) > LAYERS  # every FFN server had its part
-        assert sum(hops) == sum(counter(server, "afd_hops_total") for server in users)
-        assert sum(counter(server, "afd_takeovers_total") for server in users) == 0
+        assert sum(hops) == sum(metrics(server.url)["afd_hops_total"] for server in users)
+        assert sum(metrics(server.url)["afd_takeovers_total"] for server in users) == 0
         if attention > ffn:
-            merged = sum(counter(server, "afd_hops_merged_total") for server in servers)
+            merged = sum(metrics(server.url)["afd_hops_merged_total"] for server in servers)
             assert merged > 0
             print(f"{attention}x{ffn}: {merged:.0f} of {sum(hops):.0f} hops merged, rows alike: {alike}")
         for server in servers:

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from afdpatch.cli.servers import get_status
-from afdpatch.cli.topology import stock
-from tests.e2e.cluster import Cluster
+from afdpatch.cli.servers import Server, get_status
+from tests.e2e.cluster import EXTRA, LONG, SHORT, ZEROABLE, Cluster, Stream, streamed
+from tests.e2e.conftest import metrics
 from tests.e2e.driver import rpc
-from tests.e2e.servers import ONE_THREAD, until
-from tests.e2e.test_faults import EXTRA, LAYERS, LONG, SHORT, WORDS, ZEROABLE, Stream, page, tokens_of
+from tests.e2e.servers import LAYERS, OPTIONS, until
 
 pytestmark = pytest.mark.full
 NAMESPACE, HERE, THERE = "afdpatch-test", "10.77.31.1", "10.77.31.2"
@@ -62,7 +61,7 @@ def pair(link: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clust
     secret.chmod(0o600)
     extra = EXTRA | {"secret_file": str(secret), "hop_timeout_s": 5}
     cluster = Cluster(
-        WORDS, folder, extra=extra, ffn_options=[*ZEROABLE, "--host", THERE], connector="tcp", host=THERE,
+        OPTIONS, folder, extra=extra, ffn_options=[*ZEROABLE, "--host", THERE], connector="tcp", host=THERE,
         within={"ffn0": (["ip", "netns", "exec", NAMESPACE], THERE)},
     )  # fmt: skip
     with cluster:
@@ -71,24 +70,20 @@ def pair(link: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clust
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def expected(alone: Server) -> dict[str, list[str]]:
     """What stock vLLM says, by prompt."""
-    server = stock(WORDS, tmp_path_factory.mktemp("stock"), binding={"VLLM_CPU_OMP_THREADS_BIND": "0"})
-    server.env |= ONE_THREAD
-    with server:
-        server.wait_ready(300)
-        return {prompt: tokens_of(server, prompt) for prompt in (SHORT, LONG)}
+    return {prompt: streamed(alone, prompt) for prompt in (SHORT, LONG)}
 
 
 @pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["short", "long"])
 def test_tokens_over_tcp_are_those_of_stock_vllm(pair: Cluster, expected: dict[str, list[str]], prompt: str) -> None:
     attention, ffn = pair.servers["attention0"], pair.servers["ffn0"]
-    before = page(ffn)["afd_hops"]
-    assert tokens_of(attention, prompt) == expected[prompt]
-    assert page(ffn)["afd_hops"] >= before + LAYERS * len(expected[prompt])
+    before = metrics(ffn.url)["afd_hops_total"]
+    assert streamed(attention, prompt) == expected[prompt]
+    assert metrics(ffn.url)["afd_hops_total"] >= before + LAYERS * len(expected[prompt])
     rpc(ffn.url, "zero_ffn", True)
     try:
-        assert tokens_of(attention, prompt) != expected[prompt]
+        assert streamed(attention, prompt) != expected[prompt]
     finally:
         rpc(ffn.url, "zero_ffn", False)
 
@@ -96,18 +91,18 @@ def test_tokens_over_tcp_are_those_of_stock_vllm(pair: Cluster, expected: dict[s
 def test_a_slow_link_only_slows(pair: Cluster, expected: dict[str, list[str]]) -> None:
     sh("tc", "qdisc", "add", "dev", NEAR, "root", *SLOW)
     try:
-        assert tokens_of(pair.servers["attention0"], SHORT) == expected[SHORT]
+        assert streamed(pair.servers["attention0"], SHORT) == expected[SHORT]
     finally:
         sh("tc", "qdisc", "del", "dev", NEAR, "root")
 
 
 def test_a_link_that_is_cut_and_comes_back_only_pauses(pair: Cluster, expected: dict[str, list[str]]) -> None:
     attention, ffn = pair.servers["attention0"], pair.servers["ffn0"]
-    before = page(attention)
-    hops = page(ffn)["afd_hops"]
+    before = metrics(attention.url)
+    hops = metrics(ffn.url)["afd_hops_total"]
     sh("tc", "qdisc", "add", "dev", NEAR, "root", *SLOW)
     stream = Stream(attention, LONG)
-    until(lambda: page(ffn)["afd_hops"] > hops + LAYERS, 60, "hops are on their way")
+    until(lambda: metrics(ffn.url)["afd_hops_total"] > hops + LAYERS, 60, "hops are on their way")
     sh("ip", "link", "set", NEAR, "down")
     try:
         until(
@@ -117,7 +112,7 @@ def test_a_link_that_is_cut_and_comes_back_only_pauses(pair: Cluster, expected: 
         sh("ip", "link", "set", NEAR, "up")
         subprocess.run(["tc", "qdisc", "del", "dev", NEAR, "root"], capture_output=True)
     assert stream.result(120) == expected[LONG]
-    assert page(attention)["afd_hops_repeated"] > before["afd_hops_repeated"]
+    assert metrics(attention.url)["afd_hops_repeated_total"] > before["afd_hops_repeated_total"]
     until(lambda: get_status("127.0.0.1", attention.port, "/health") == 200, 30, "/health 200 again")
 
 
@@ -125,10 +120,10 @@ def test_a_server_without_the_secret_is_not_served(pair: Cluster, tmp_path: Path
     wrong = tmp_path / "secret"
     wrong.write_text(secrets.token_hex(32))
     wrong.chmod(0o600)
-    before = page(pair.servers["ffn0"])["afd_peers_refused"]
+    before = metrics(pair.servers["ffn0"].url)["afd_peers_refused_total"]
     stranger = pair.another("attention0", "stranger", {"secret_file": str(wrong), "connect_timeout_s": 60})
     with stranger:
         until(lambda: stranger.exit_code is not None, 120, "the stranger ends")
         assert stranger.exit_code != 0
         assert "secret" in stranger.log.path.read_text()
-    assert page(pair.servers["ffn0"])["afd_peers_refused"] > before
+    assert metrics(pair.servers["ffn0"].url)["afd_peers_refused_total"] > before
