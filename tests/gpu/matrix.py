@@ -24,6 +24,7 @@ from tests.gpu.judge import judge
 from tests.gpu.tpot import make_model
 
 ROOT = Path(__file__).parents[2]
+LOST = "event=peer_lost"
 CASES = ["batch:1", "batch:2", "batch:5", "batch:16", "chunked", "prefix", "seeded", "stop", "abort", "totals"]
 ENGINE = {
     "max_model_len": 1024,
@@ -209,7 +210,7 @@ class Matrix:
                 if same is not None and seen is not None:
                     self.results[full]["ffn hops"] = self.hops(port)
                 self.say(f"{full}: {json.dumps(self.results[full])[:600]}")
-            self.kill_one(chain, folder, afd, "graph", "attention", server, runner, port)
+            self.kill_attention(chain, folder, afd, server, runner, port)
             for mode in ("graph", "eager"):
                 server = self.survive(chain, folder, afd, mode, server, runner, afd_port, port)
         except Exception:
@@ -307,40 +308,25 @@ class Matrix:
         """How many hops an FFN server has counted so far."""
         return client.total(client.metrics(f"http://127.0.0.1:{port}"), "afd_hops_total") or 0.0
 
-    def kill_one(
-        self,
-        chain: str,
-        folder: Path,
-        afd: dict[str, Any],
-        mode: str,
-        who: str,
-        server: "subprocess.Popen[bytes]",
-        runner: str,
-        port: int,
+    def kill_attention(
+        self, chain: str, folder: Path, afd: dict[str, Any], server: "subprocess.Popen[bytes]", runner: str, port: int
     ) -> None:
-        """Kill the attention process, or the FFN server, while a batch is generated."""
-        full = f"{chain}-{mode}-kill-{who}"
+        """Kill the attention process while a batch is generated from graphs."""
+        full = f"{chain}-graph-kill-attention"
         if self.left() < 40:
             return
-        spec = {"model": str(folder), "cases": ["forever"], "engine": ENGINE | MODES[mode], "afd": afd}
+        spec = {"model": str(folder), "cases": ["forever"], "engine": ENGINE | MODES["graph"], "afd": afd}
         process = self.driver(full, spec, "0,1", runner)
         if not (self.wait_for(full, "CASE forever", 120, process) and self.wait_for_hops(port, process)):
             self.results[full] = "it never generated"
             self.say(f"{full}: it never generated")
             self.kill(process)
             return
-        at = time.monotonic()
-        if who == "attention":
-            self.kill(process)
-            gone = self.wait_for(f"{chain}-ffn", "event=peer_lost", 30, server)
-            self.results[full] = {"ffn noticed": gone, "s": round(time.monotonic() - at, 3)}
-        else:
-            self.kill(server)
-            try:
-                code: Any = process.wait(min(90, self.left()))
-            except subprocess.TimeoutExpired:
-                code = "hung"
-            self.results[full] = {"exit": code, "s": round(time.monotonic() - at, 3)}
+        log = self.out / f"{chain}-ffn.log"
+        before, at = log.read_text(errors="replace").count(LOST), time.monotonic()
+        self.kill(process)
+        gone = self.until(lambda: log.read_text(errors="replace").count(LOST) > before, 30, server)
+        self.results[full] = {"ffn noticed": gone, "s": round(time.monotonic() - at, 3)}
         self.say(f"{full}: {self.results[full]}")
 
     def big_start(self, runner: str, compiled: bool) -> None:
