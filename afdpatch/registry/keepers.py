@@ -9,12 +9,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.census import held_lines
-from afdpatch.registry.manifest import Entry
+from afdpatch.registry.lock import Keeper
 from afdpatch.registry.scope import alias_of, bindings
 from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent, module_of
 from afdpatch.registry.unsound import last_name
@@ -32,51 +31,6 @@ WRAPPERS = {
 """Calls that give an object which keeps their argument."""
 _DISPLAYS = {ast.List: "list", ast.Tuple: "tuple", ast.Set: "set", ast.ListComp: "list", ast.SetComp: "set"}
 _HEAD = re.compile(rb"\bclass\s+\w+\s*\([^)]*\Z")
-_SURE = frozenset({"import", "default", "name", "container", "wrapper", "attribute", "subclass"})
-
-
-@dataclass(frozen=True)
-class Keeper:
-    """One place that keeps an original.
-
-    Attributes:
-        kind: `import` (by name), `default` (of a parameter), `name` (another one), `container`, `wrapper` (partial,
-            staticmethod, cache …), `attribute` (set at import), `argument` (of a call that may keep it), `override` (a
-            subclass has its own), `subclass` (of a class).
-        where: it in words, as errors say it: what lies between, and the name that leads there.
-        module: its module.
-        file: its file, from the directory that holds the package.
-        line: its line.
-    """
-
-    kind: str
-    where: str
-    module: str
-    file: str
-    line: int
-
-    @property
-    def sure(self) -> bool:
-        """Whether it keeps the original for certain; an argument may be dropped, and an override is no use of it."""
-        return self.kind in _SURE
-
-    def in_the_way(self, entry: Entry) -> bool:
-        """Whether a patch of the target would leave it behind.
-
-        What the target's own module keeps, it keeps before any hook can come. Another module is imported before or
-        after an entry for a role comes into effect, and nothing says which; entries with `when: always` come before.
-        """
-        if self.kind == "import" and self.module in entry.holders:
-            return False  # rebound with the target
-        return self.sure and (entry.when == "role" or self.module == entry.module)
-
-    @property
-    def identity(self) -> tuple[str, str]:
-        """What stays the same when lines move."""
-        return (self.kind, self.where)
-
-    def __str__(self) -> str:
-        return f"{self.where} ({self.file}:{self.line})"
 
 
 def keepers_of(tree: SourceTree, target: str, kind: str, holders: Collection[str] = ()) -> tuple[Keeper, ...]:

@@ -16,12 +16,58 @@ from afdpatch.registry import fingerprint
 from afdpatch.registry.census import holders_of
 from afdpatch.registry.errors import LockError, ManifestError, OtherVersion, TargetAbsent
 from afdpatch.registry.identity import identify
-from afdpatch.registry.keepers import Keeper, keepers_of
 from afdpatch.registry.manifest import Entry, Manifest
 from afdpatch.registry.source import SourceTree, Symbol, SymbolAbsent, SymbolMoved
 
 FORMAT = 3
 """1: without `holders` and without the symbols' `words`. 2: without `keepers`."""
+
+
+_SURE = frozenset({"import", "default", "name", "container", "wrapper", "attribute", "subclass"})
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """One place that keeps an original.
+
+    Attributes:
+        kind: `import` (by name), `default` (of a parameter), `name` (another one), `container`, `wrapper` (partial,
+            staticmethod, cache …), `attribute` (set at import), `argument` (of a call that may keep it), `override` (a
+            subclass has its own), `subclass` (of a class).
+        where: it in words, as errors say it: what lies between, and the name that leads there.
+        module: its module.
+        file: its file, from the directory that holds the package.
+        line: its line.
+    """
+
+    kind: str
+    where: str
+    module: str
+    file: str
+    line: int
+
+    @property
+    def sure(self) -> bool:
+        """Whether it keeps the original for certain; an argument may be dropped, and an override is no use of it."""
+        return self.kind in _SURE
+
+    def in_the_way(self, entry: Entry) -> bool:
+        """Whether a patch of the target would leave it behind.
+
+        What the target's own module keeps, it keeps before any hook can come. Another module is imported before or
+        after an entry for a role comes into effect, and nothing says which; entries with `when: always` come before.
+        """
+        if self.kind == "import" and self.module in entry.holders:
+            return False  # rebound with the target
+        return self.sure and (entry.when == "role" or self.module == entry.module)
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """What stays the same when lines move."""
+        return (self.kind, self.where)
+
+    def __str__(self) -> str:
+        return f"{self.where} ({self.file}:{self.line})"
 
 
 @dataclass(frozen=True)
@@ -58,6 +104,8 @@ class Lock:
             TargetAbsent: a symbol or a holder isn't there.
             ManifestError: an entry's target can't be patched that way, or names a module that only imports it.
         """
+        from afdpatch.registry.keepers import keepers_of  # a reader of source: the run path doesn't need it
+
         identity = identify(tree, manifest.distributions if installed else ())
         if not identity.is_release(manifest.version, manifest.commit):
             commit = f" at commit {identity.commit}" if identity.commit else ""

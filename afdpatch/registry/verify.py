@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from afdpatch.registry.census import holders_of
 from afdpatch.registry.errors import HELD, HELD_EXPECTED, HELD_TODO
 from afdpatch.registry.identity import Identity
-from afdpatch.registry.keepers import Keeper, keepers_of
-from afdpatch.registry.lock import Lock, manifest_digest
+from afdpatch.registry.lock import Keeper, Lock, manifest_digest
 from afdpatch.registry.manifest import Entry, Manifest
 from afdpatch.registry.moved import Candidate, find_moved
 from afdpatch.registry.report import EntryReport, Finding, Report, Verdict
@@ -37,6 +36,8 @@ def verify(
         manifest: the manifest as it is now, to see whether the lock is stale; None: not looked at.
         probes: what each entry's `remove_when` gave: true, false, or an error's text.
     """
+    from afdpatch.registry.keepers import keepers_of  # a reader of source: the run path doesn't need it
+
     changed = tuple(file for file, pinned in sorted(lock.files.items()) if tree.sha256(file) != pinned)
     findings = [*_version_findings(lock, identity, tree, changed), *_stale(lock, manifest)]
     entries = []
