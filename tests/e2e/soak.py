@@ -100,8 +100,8 @@ def ask(url: str, question: Question, stop_after: int | None = None) -> tuple[li
 class Load:
     """Threads that ask an attention server questions until they are told to stop."""
 
-    def __init__(self, cluster: Cluster, asked: list[Question], threads: int) -> None:
-        self.cluster, self.questions, self.seen = cluster, asked, Seen()
+    def __init__(self, cluster: Cluster, asked: list[Question], threads: int, think_s: float) -> None:
+        self.cluster, self.questions, self.seen, self.think_s = cluster, asked, Seen(), think_s
         self.killed: set[str] = set()
         self._stop = threading.Event()
         self._next = itertools.count()
@@ -122,7 +122,7 @@ class Load:
             thread.join(310)
 
     def _run(self, name: str, names: list[str]) -> None:
-        while not self._stop.is_set():
+        while not self._stop.wait(self.think_s):
             number = next(self._next)
             question = self.questions[number % len(self.questions)]
             hang_up = question.tokens // 2 if number % 5 == 4 else None
@@ -160,11 +160,12 @@ class Load:
 
 def bench_client(cluster: Cluster, minutes: float, folder: Path) -> "subprocess.Popen[bytes]":
     """vLLM's own bench client on the first attention server, for about as long as the soak."""
-    prompts = max(8, int(minutes * 60))
+    rate = 0.25  # a second
+    prompts = max(8, int(minutes * 60 * rate))
     command = [sys.executable, "-m", "afdpatch", "vllm", "bench", "serve", "--backend", "openai"]
     command += ["--base-url", cluster.servers["attention0"].url, "--model", "m", "--tokenizer", str(MODEL)]
     command += ["--dataset-name", "random", "--random-input-len", "64", "--random-output-len", "16", "--ignore-eos"]
-    command += ["--num-prompts", str(prompts), "--request-rate", "1", "--seed", "0"]
+    command += ["--num-prompts", str(prompts), "--request-rate", str(rate), "--seed", "0"]
     command += ["--save-result", "--result-dir", str(folder), "--result-filename", "bench.json"]
     log = (folder / "bench.log").open("wb")
     return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **ONE_THREAD})
@@ -202,7 +203,7 @@ def faults(cluster: Cluster, load: Load, end: float, every: float) -> Iterator[d
             tick.wait(0.2)
 
 
-def soak(minutes: float, folder: Path, *, every: float = 60.0, threads: int = 4) -> dict[str, Any]:
+def soak(minutes: float, folder: Path, *, every: float, threads: int, think_s: float) -> dict[str, Any]:
     """Run it; the report."""
     asked = questions()
     alone = stock(OPTIONS, folder, binding={"VLLM_CPU_OMP_THREADS_BIND": "0"})
@@ -216,7 +217,7 @@ def soak(minutes: float, folder: Path, *, every: float = 60.0, threads: int = 4)
         cluster.wait()
         begin = time.monotonic()
         bench = bench_client(cluster, minutes, folder)
-        with Load(cluster, asked, threads) as load:
+        with Load(cluster, asked, threads, think_s) as load:
             told = list(faults(cluster, load, begin + minutes * 60, every))
             tick = threading.Event()
             while time.monotonic() < begin + minutes * 60:
@@ -275,12 +276,13 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two faults")
     parser.add_argument("--threads", type=int, default=4, help="requests at a time")
+    parser.add_argument("--think", type=float, default=1.0, help="seconds between an answer and the next question")
     parser.add_argument("--folder", type=Path, help="where the logs go (default: a temporary folder)")
     parser.add_argument("--output", type=Path, help="write the report as JSON")
     args = parser.parse_args()
     folder = args.folder or Path(tempfile.mkdtemp(prefix="soak-"))
     folder.mkdir(parents=True, exist_ok=True)
-    report = soak(args.minutes, folder, every=args.every, threads=args.threads)
+    report = soak(args.minutes, folder, every=args.every, threads=args.threads, think_s=args.think)
     text = json.dumps(report, indent=1)
     if args.output:
         args.output.write_text(text + "\n")
