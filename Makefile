@@ -6,8 +6,11 @@ BIN := $(VENV)/bin
 SELECT ?= not gpu and not full
 PYTEST_ARGS ?=
 
+# A process that imports vLLM takes twice the time without bytecode, and a server has three of them.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help env test test-full test-unit demo lint lock clean
+.PHONY: help env test test-full test-unit bench demo lint lock clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,11 +21,15 @@ env: ## the virtual environment .venv, complete and pinned (PYTHON=... picks the
 test: env ## the tests that CI runs: unit tests and end-to-end tests on the CPU
 	@$(BIN)/python -m pytest -m "$(SELECT)" $(PYTEST_ARGS)
 
-test-full: env ## everything but what needs a GPU: also budgets of time, and what is too long for CI
+test-full: env ## everything but what needs a GPU: also what is too long for CI
 	@$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
 
 test-unit: env ## the tests without vLLM servers
 	@$(BIN)/python -m pytest -m "$(SELECT) and not e2e" $(PYTEST_ARGS)
+
+bench: env ## what the registry costs, held against its budgets (a quiet machine), as a table and build/registry.json
+	@$(BIN)/python -m pytest tests/bench tests/patches/test_attest.py --benchmark-only --benchmark-enable --benchmark-json=build/registry.json \
+		--benchmark-columns=min,median,iqr,rounds --benchmark-sort=fullname $(PYTEST_ARGS)
 
 demo: env ## an AFD pair and a stock vLLM side by side, on the CPU
 	@$(BIN)/python -m afdpatch demo

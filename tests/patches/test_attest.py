@@ -2,10 +2,10 @@
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
 
 import afdpatch
 from afdpatch.patches.attest import Attested
@@ -125,14 +125,8 @@ def test_without_a_roll_a_server_is_not_ready(server: Any, monkeypatch: pytest.M
     assert get(middleware, "/health")[0] == 503
 
 
-@pytest.mark.full  # a budget of time: `make test-full`, on a quiet machine
-def test_the_roll_is_read_in_less_than_a_millisecond(server: Any) -> None:
+def test_the_roll_is_read(server: Any, benchmark: BenchmarkFixture) -> None:
     middleware, roll, _ = server
     for pid in range(20):
         roll.sign(said("worker", pid))
-    times = []
-    for _ in range(20):
-        begin = time.perf_counter()
-        middleware.attested.trouble()
-        times.append(time.perf_counter() - begin)
-    assert min(times) < 0.005
+    assert "have attested" in benchmark(middleware.attested.trouble)
