@@ -61,6 +61,12 @@ class ProtocolError(ValueError):
         self.value = value
         self.allowed = allowed
 
+    @property
+    def other_version(self) -> tuple[Mismatch, ...]:
+        """The mismatch, when the message is of another version of the protocol."""
+        is_one = self.field == "protocol" and type(self.value) is int and 0 <= self.value < 1 << 16
+        return (Mismatch("protocol", self.allowed, str(self.value)),) if is_one else ()
+
 
 def _short(value: object) -> str:
     return " ".join(reprlib.repr(value).split())

@@ -86,6 +86,8 @@ class Handshake:
         self._secret = secret
         self._nonce = secrets.token_hex(_NONCE_DIGITS // 2)
         self._nonces = ""
+        self.proved = secret is None
+        """Whether the other side has proved the secret; without one, everybody has."""
 
     def hello(self) -> bytes:
         """Attention's first message."""
@@ -144,10 +146,10 @@ class Handshake:
 
     def _read(self, kind: str, data: dict[str, object]) -> str:
         """The other side's nonce."""
-        if data.get("protocol") != PROTOCOL_VERSION:
-            raise ProtocolError("protocol", data.get("protocol"), str(PROTOCOL_VERSION))
         if data.get("afd") != kind:
             raise ProtocolError("afd", data.get("afd"), kind)
+        if data.get("protocol") != PROTOCOL_VERSION:
+            raise ProtocolError("protocol", data.get("protocol"), str(PROTOCOL_VERSION))
         nonce, has = data.get("nonce"), data.get("secret")
         if not isinstance(nonce, str) or len(nonce) != _NONCE_DIGITS or not set(nonce) <= set("0123456789abcdef"):
             raise ProtocolError("nonce", nonce, f"{_NONCE_DIGITS} hexadecimal digits in lower case")
@@ -168,3 +170,4 @@ class Handshake:
         expected = self._proof(role, message).encode()
         if not isinstance(proof, str) or not hmac.compare_digest(expected, proof.encode("utf-8", "replace")):
             raise SecretError(DIFFER)
+        self.proved = True

@@ -11,7 +11,7 @@ import torch
 from afdpatch.runtime.connectors.base import HopTimeout, PeerLost
 from afdpatch.runtime.protocol import Header, Kind, Layout
 
-from .helpers import HANGING_LAYER, HIDDEN, connected, greeting, until
+from .helpers import HANGING_LAYER, HIDDEN, connected, greeting, strike, until
 from .strangers import good_hop, impostor, raw_peer
 
 
@@ -30,7 +30,7 @@ def test_a_killed_server_ends_a_hop_at_once(address, ffn):
 def test_a_stopped_server_ends_a_hop_at_the_deadline_and_its_late_answer_is_never_taken(address, ffn, page):
     with connected(address, hop_timeout_s=0.3) as attention:
         attention.hop(torch.ones(1, HIDDEN), 0)
-        os.kill(ffn.pid, signal.SIGSTOP)
+        strike(ffn.pid, signal.SIGSTOP)
         try:
             with pytest.raises(HopTimeout, match=r"sequence 2.*did not answer in time after 0\.3"):
                 attention.hop(torch.full((1, HIDDEN), 7.0), 0)

@@ -31,6 +31,7 @@ from .helpers import (
     ffn_process,
     greeting,
     new_address,
+    strike,
     until,
 )
 
@@ -152,7 +153,7 @@ def test_steps_are_numbered(page):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_hop_is_sent_again_to_the_other_home_server(transport, page, how):
     with servers(transport, 2, attention=1) as ffn, route_to(ffn, page, hop_timeout_s=0.5) as route:
-        os.kill(ffn.processes[0].pid, how)
+        strike(ffn.processes[0].pid, how)
         for _ in range(4):
             assert torch.equal(route.hop(ONE, 0), ONE * 2)
         ffn.counted(1, 4)
@@ -254,7 +255,7 @@ def test_a_computation_that_fails_is_not_repeated(transport, page):
 
 def test_a_stopped_server_is_left_for_another_though_it_takes_connections(transport, page):
     with servers(transport, 2) as ffn, route_to(ffn, page, hop_timeout_s=0.3) as route:
-        os.kill(ffn.processes[0].pid, signal.SIGSTOP)
+        strike(ffn.processes[0].pid, signal.SIGSTOP)
         try:
             assert torch.equal(route.hop(ONE, 0), ONE * 2)
             # On a busy machine the other one may be late the first time too.
@@ -325,7 +326,7 @@ def test_an_idle_route_notices_a_server_that_was_stopped_and_that_goes_on(transp
         end = time.monotonic() + 1.5
         until(lambda: time.monotonic() > end, "idle for longer than the deadline, the pings being answered")
         assert seen(page, Event.PEER_LOST) == 0
-        os.kill(ffn.processes[0].pid, signal.SIGSTOP)
+        strike(ffn.processes[0].pid, signal.SIGSTOP)
         try:
             until(lambda: page.snapshot().peer_state is PeerState.LOST, "lost, though its connection stands")
         finally:
@@ -350,6 +351,8 @@ def test_a_mismatch_later_is_kept_and_tried_again(transport, page):
         thread = threading.Thread(target=lambda: results.append(route.hop(ONE, 0)))
         thread.start()
         until(lambda: "dtype" in page.snapshot().last_error, "the reason is kept")
+        ffn.processes[0].join(20)  # it never had a peer
+        assert ffn.processes[0].exitcode == 1 and not results
         ffn.kill(0)
         ffn.start(0)
         thread.join(20)

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -174,8 +174,8 @@ class SocketAttentionConnector(AttentionConnector):
                 self._say(sock, Refusal(str(error)).encode(), deadline_s)
             raise ConnectionRefused(f"{where} is not taken: {error}") from error
         except ProtocolError as error:
-            if error.field == "protocol":
-                self._mismatched([Mismatch("protocol", error.allowed, str(error.value))])
+            if error.other_version:
+                self._mismatched(error.other_version)
             raise ConnectionRefused(f"{where} gave no greeting: {error}; another program has this address") from error
         found = compare(greeting, answer)
         if found:
@@ -196,7 +196,7 @@ class SocketAttentionConnector(AttentionConnector):
             f"the FFN server at {self._where} refused this server: {refusal.reason}", retry=refusal.retry
         )
 
-    def _mismatched(self, found: list[Mismatch]) -> NoReturn:
+    def _mismatched(self, found: Sequence[Mismatch]) -> NoReturn:
         listed = "; ".join(map(str, found))
         raise GreetingMismatch(
             f"the FFN server at {self._where} doesn't fit this attention server: {listed}; start both alike, "
