@@ -373,15 +373,73 @@ def test_a_server_that_never_comes_ends_at_the_deadline():
             route.connect(said(ffn), time.monotonic() + 0.3)
 
 
-def test_a_server_that_dies_while_loading_ends_the_start(transport):
+@pytest.mark.parametrize("while_it", ["waits", "loads itself"])
+def test_a_server_that_dies_while_loading_is_waited_for(transport, page, while_it):
+    with servers(transport, 1, start=False) as ffn, route_to(ffn, page, connect=False) as route:
+        ffn.start(0, serve=False)
+        route.connect(said(ffn))
+        watch = PeerWatch(route, page, period_s=0.05)
+        watch.start()
+        with pytest.raises(ConnectTimeout, match="still loading"):
+            route.wait_ready(time.monotonic() + 0.1)
+        if while_it == "loads itself":
+            ffn.kill(0)
+            until(lambda: seen(page, Event.PEER_LOST) == 1, "the loss is seen")
+        ready = threading.Thread(target=route.wait_ready)
+        ready.start()
+        if while_it == "waits":
+            ffn.kill(0)
+            until(lambda: seen(page, Event.PEER_LOST) == 1, "the loss is seen")
+        ffn.start(0, serve=False)
+        until(lambda: ffn.pages[0].snapshot().peers == 1, "greeted again")
+        assert ready.is_alive()
+        os.kill(ffn.processes[0].pid, signal.SIGUSR1)
+        ready.join(20)
+        assert not ready.is_alive() and seen(page, Event.PEER_RETURNED) == 1
+        assert torch.equal(route.hop(ONE, 0), ONE * 2)
+        assert watch.stop()
+
+
+def test_a_server_that_dies_while_loading_is_waited_for_until_the_deadline(transport):
     with servers(transport, 1, start=False) as ffn, route_to(ffn, connect=False) as route:
         ffn.start(0, serve=False)
         route.connect(said(ffn))
-        with pytest.raises(ConnectTimeout, match="still loading"):
-            route.wait_ready(time.monotonic() + 0.1)
-        threading.Timer(0.2, ffn.processes[0].kill).start()
-        with pytest.raises(PeerLost, match="while it loaded"):
+        ffn.kill(0)
+        with pytest.raises(ConnectTimeout, match=r"^ffn0 not connected within 0\.\d s: "):
+            route.wait_ready(time.monotonic() + 0.5)
+
+
+def test_another_server_in_the_place_of_one_that_died_while_loading_ends_the_start(transport, page):
+    with servers(transport, 1, start=False) as ffn, route_to(ffn, page, connect=False) as route:
+        ffn.start(0, serve=False)
+        route.connect(said(ffn))
+        watch = PeerWatch(route, page, period_s=0.05)
+        watch.start()
+        ffn.kill(0)
+        until(lambda: seen(page, Event.PEER_LOST) == 1, "the loss is seen")
+        ffn.start(0, serve=False, dtype="bfloat16")
+        with pytest.raises(GreetingMismatch, match="dtype"):
             route.wait_ready()
+        ffn.processes[0].join(20)
+        assert ffn.processes[0].exitcode == 1 and watch.stop()
+
+
+def test_a_step_may_have_more_patience_than_a_request_has():
+    with servers("shm", 1) as ffn, route_to(ffn, recovery_timeout_s=0.2, hop_timeout_s=0.2) as route:
+        ffn.kill(0)
+        results = []
+        route.begin_step(patience_s=60)
+        thread = threading.Thread(target=lambda: results.append(route.hop(ONE, 0)))
+        thread.start()
+        thread.join(1)
+        assert thread.is_alive()
+        ffn.start(0)
+        thread.join(20)
+        assert torch.equal(results[0], ONE * 2)
+        ffn.kill(0)
+        route.begin_step()
+        with pytest.raises(NoFfnServer):
+            route.hop(ONE, 0)
 
 
 def test_a_server_that_loads_for_longer_than_peers_may_be_silent_is_waited_for(transport, page):
