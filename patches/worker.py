@@ -123,9 +123,10 @@ class AttentionLink(Link):
         super().__init__(settings, vllm_config, tp_rank)
         self._timeout_s = settings.config.connect_timeout_s
         self._serves = False
-        self._shares = vllm_config.parallel_config.tensor_parallel_size > 1
+        group = vllm_config.parallel_config.tensor_parallel_size
+        self._shares = group > 1
         self._step_s = STEP_SHARE * envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
-        self.route: Any = make_route(settings.config, self.rank, self.page) if self.leads else None
+        self.route: Any = make_route(settings.config, self.rank, self.page, group=group) if self.leads else None
         self._watch = PeerWatch(self.route, self.page, on_orphaned=_die)
 
     def connect(self, greeting: Greeting) -> None:

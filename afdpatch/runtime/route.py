@@ -55,6 +55,8 @@ class Route:
         rank: of this attention worker.
         page: hops, peers, losses and the like are counted there.
         make_connector: a new connector to the FFN server of a rank (default: the configuration's).
+        group: for how many ranks, from ``rank`` on, this one hops: a tensor-parallel group's size. It uses the FFN
+            servers of all of them.
     """
 
     def __init__(
@@ -63,12 +65,14 @@ class Route:
         rank: int,
         page: StatusPage | None = None,
         make_connector: Callable[[int], AttentionConnector] | None = None,
+        *,
+        group: int = 1,
     ) -> None:
         self._config = config
         self._rank = rank
         self._page = page
-        self._home = config.ffn_ranks_of(rank)
-        self._others = config.fallbacks_of(rank)
+        self._home = config.ffn_ranks_of(rank, group)
+        self._others = config.fallbacks_of(rank, group)
         self._make = make_connector or attention_connectors(config)
         self._hop_timeout_s = config.hop_timeout_s
         self._greeting: Greeting | None = None

@@ -101,7 +101,7 @@ def servers(transport, count, *, attention=2, start=True):
 
 
 @contextlib.contextmanager
-def route_to(servers, page=None, *, rank=0, connect=True, **times):
+def route_to(servers, page=None, *, rank=0, group=1, connect=True, **times):
     config = AfdConfig.parse(
         {
             "num_attention_ranks": servers.attention,
@@ -109,7 +109,7 @@ def route_to(servers, page=None, *, rank=0, connect=True, **times):
             "connector_extra_config": {"hop_timeout_s": 5, "recovery_timeout_s": 20, "connect_timeout_s": 20, **times},
         }
     )
-    route = Route(config, rank, page, servers.make)
+    route = Route(config, rank, page, servers.make, group=group)
     try:
         if connect:
             route.connect(said(servers, rank))
@@ -139,6 +139,14 @@ def test_hops_go_to_the_home_servers_in_turn(transport, page):
         assert (snapshot.hops, snapshot.rows, snapshot.peers) == (12, 24, 2)
         assert snapshot.peer_state is PeerState.CONNECTED
     assert page.snapshot().peer_state is PeerState.NONE and page.snapshot().peers == 0
+
+
+def test_a_rank_that_hops_for_a_group_uses_the_servers_of_all_its_ranks(transport):
+    with servers(transport, 2, attention=2) as ffn, route_to(ffn, group=2) as route:
+        for _ in range(6):
+            assert torch.equal(route.hop(ONE, 0), ONE * 2)
+        ffn.counted(0, 3)
+        ffn.counted(1, 3)
 
 
 def test_steps_are_numbered(page):
