@@ -162,7 +162,7 @@ class SocketAttentionConnector(AttentionConnector):
                 self._say(sock, handshake.hello(), deadline_s)
             refusal = handshake.check_challenge(self._answer(sock, deadline_s))
             if refusal is not None:
-                self._refused(refusal)
+                self._refused(handshake.believed(refusal))
             self._greet(sock, greeting, handshake.seal(greeting.encode()), deadline_s)
             message = self._answer(sock, deadline_s)
             answer = decode_answer(message.partition(b"\n")[0])
@@ -176,7 +176,9 @@ class SocketAttentionConnector(AttentionConnector):
         except ProtocolError as error:
             if error.other_version:
                 self._mismatched(error.other_version)
-            raise ConnectionRefused(f"{where} gave no greeting: {error}; another program has this address") from error
+            raise ConnectionRefused(
+                f"{where} gave no greeting: {error.plain}; another program has this address"
+            ) from error
         found = compare(greeting, answer)
         if found:
             self._mismatched(found)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from afdpatch.runtime.connectors._peer import Peer, Pending
 from afdpatch.runtime.connectors.base import FfnConnector, GreetingMismatch, IncomingHop, InvalidHop, PeerInfo
-from afdpatch.runtime.events import Event, emit
+from afdpatch.runtime.events import Event, emit, logfmt
 from afdpatch.runtime.protocol import (
     Greeting,
     Kind,
@@ -26,7 +26,7 @@ from afdpatch.runtime.protocol import (
     decode_answer,
     error_message,
 )
-from afdpatch.runtime.secret import Handshake, SecretError
+from afdpatch.runtime.secret import CROWDED, DRAINS, Handshake, SecretError
 from afdpatch.runtime.status import StatusPage
 
 _MAX_PENDING = 32
@@ -244,8 +244,7 @@ class SocketFfnConnector(FfnConnector):
             self._end_pending(pending, Refusal(pending.objection))
             return
         if len(self._pending) >= _MAX_PENDING:
-            text = f"{pending.who}: {_MAX_PENDING} connections wait for their greeting already; try again later"
-            self._end_pending(pending, Refusal(text, retry=True))
+            self._end_pending(pending, Refusal(CROWDED, retry=True))
             return
         self._pending[pending.fd] = pending
         self._poll.register(pending.fd, select.POLLIN)
@@ -259,14 +258,15 @@ class SocketFfnConnector(FfnConnector):
             if not message:
                 self._left(pending, "connection closed")
             elif self._draining:
-                refusal = Refusal("this FFN server is draining; try another, or later", retry=True)
+                refusal = Refusal(DRAINS, retry=True)
             elif not pending.challenged:
                 pending.say(pending.handshake.challenge(message))
                 pending.challenged = True
             else:
                 refusal = self._greet(pending, message)
         except ProtocolError as error:
-            refusal = Refusal(f"{pending.who}: {error}", error.other_version)
+            log.debug("%s: %s greeted wrongly: %s", self._where, pending.who, logfmt(error))
+            refusal = Refusal(f"{pending.who}: {error.plain}", error.other_version)
         except SecretError as error:
             refusal = Refusal(str(error))
         except OSError as error:
@@ -279,7 +279,7 @@ class SocketFfnConnector(FfnConnector):
         assert self._greeting is not None
         if message.startswith(b'{"refused"'):
             said = decode_answer(message)
-            reason = said.reason if isinstance(said, Refusal) else "it doesn't say why"
+            reason = pending.handshake.believed(said).reason if isinstance(said, Refusal) else "it doesn't say why"
             return Refusal(f"{pending.who} doesn't take this server: {reason}")
         theirs = Greeting.decode(pending.handshake.open(message))
         found = compare(self._greeting, theirs)
