@@ -218,7 +218,10 @@ class SocketAttentionConnector(AttentionConnector):
 
     def _check_open(self) -> None:
         if self._closing:
-            raise PeerLost(f"connection to {self._where}: this connector was closed meanwhile")
+            raise self._closed_meanwhile()
+
+    def _closed_meanwhile(self) -> PeerLost:
+        return PeerLost(f"connection to {self._where}: this connector was closed meanwhile")
 
     # Hops
 
@@ -240,6 +243,8 @@ class SocketAttentionConnector(AttentionConnector):
                 self._drop(str(error) or type(error).__name__)
                 if isinstance(error, PeerLost) or not isinstance(error, (OSError, EOFError, ProtocolError)):
                     raise
+                if self._closing:
+                    raise self._closed_meanwhile() from error
                 waited = (time.monotonic_ns() - started) / 1e9
                 late = isinstance(error, (_Late, TimeoutError))
                 what = "did not answer in time" if late else f"has gone or broke the protocol ({error})"
