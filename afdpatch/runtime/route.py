@@ -39,6 +39,8 @@ server that computes or loads answers late, and one that was stopped never does.
 TEND_GREETING_S = 2.0
 QUICK_S = 0.5
 """How long a hop tries while there is no server and an earlier one has been given up."""
+LAST_HOP_S = 1.0
+"""How long a hop may still take once this server's hops must have ended."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 log = logging.getLogger(__name__)
 
@@ -97,6 +99,8 @@ class Route:
         self._step = 0
         self._step_end = math.inf
         self._patience_s = config.recovery_timeout_s
+        self._ends_s = math.inf
+        self._began_s = math.inf  # of the hop under way
 
     # Start
 
@@ -192,6 +196,17 @@ class Route:
         self._step_end = math.inf if deadline_s is None else deadline_s
         self._patience_s = self._config.recovery_timeout_s if patience_s is None else patience_s
 
+    def end_by(self, deadline_s: float) -> None:
+        """This server ends: past the deadline no hop waits for a server, and one that waits for an answer is let go.
+
+        To be called again and again while the deadline is known.
+        """
+        self._ends_s = deadline_s
+        now = time.monotonic()
+        if now > deadline_s and now - self._began_s > LAST_HOP_S:
+            for rank, connector in list(self._connections.items()):
+                self._lose(rank, connector, "no answer before this server's end")
+
     def hop(self, hidden: Tensor, layer: int, micro_batch: int = 0) -> Tensor:
         """One layer's FFN, computed by one of the FFN servers.
 
@@ -210,6 +225,7 @@ class Route:
         """
         with self._hop_lock:
             began_ns = time.monotonic_ns()
+            self._began_s = began_ns / 1e9
             sequence = self._sequence = self._sequence + 1
             serving = self._serving
             try:
@@ -231,6 +247,8 @@ class Route:
                 if self._page is not None:
                     self._page.count(Event.ERROR, str(error))
                 raise
+            finally:
+                self._began_s = math.inf
             rows = len(hidden)
             if self._page is not None and rows:
                 self._page.count_hop(rows, rows * self._row_bytes, time.monotonic_ns() - began_ns)
@@ -249,6 +267,7 @@ class Route:
         attempt = 0
         while not self._closed.is_set():
             self._look()
+            end = min(end, self._ends_s)
             if not self._serving:
                 self._find(end)
             serving = self._serving

@@ -252,6 +252,39 @@ def test_no_hop_waits_beyond_its_steps_deadline():
             route.hop(ONE, HANGING_LAYER)
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_hop_ends_with_its_server(transport, page, how):
+    with servers(transport, 1) as ffn, route_to(ffn, page, hop_timeout_s=100, recovery_timeout_s=100) as route:
+        route.hop(ONE, 0)
+        watch = PeerWatch(route, page, period_s=0.05)
+        watch.start()
+        strike(ffn.processes[0].pid, how)
+        caught = []
+
+        def hop():
+            try:
+                route.hop(ONE, 0)
+            except NoFfnServer as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=hop)
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive()
+        page.request_end(time.monotonic() + 0.5)
+        thread.join(20)
+        assert not thread.is_alive() and "no FFN server answered" in str(caught[0])
+        assert watch.stop()
+
+
+def test_hops_go_on_while_a_server_ends(page):
+    with servers("shm", 1) as ffn, route_to(ffn, page) as route:
+        route.end_by(time.monotonic() - 1)
+        assert torch.equal(route.hop(ONE, 0), ONE * 2)
+        route.end_by(time.monotonic() - 1)
+        assert torch.equal(route.hop(ONE, 0), ONE * 2) and seen(page, Event.PEER_LOST) == 0
+
+
 def test_a_computation_that_fails_is_not_repeated(transport, page):
     with servers(transport, 2, attention=1) as ffn, route_to(ffn, page) as route:
         with pytest.raises(FfnError, match="no such expert"):
