@@ -117,10 +117,10 @@ def _serve(
     own = greeting("ffn", **changes)
     # As a worker does it: a server whose loop has ended is none.
     loop = FfnLoop(connector, function, page, own, wrap=torch.inference_mode, on_death=lambda _: os._exit(1))
-    loop.start()
     signal.signal(signal.SIGUSR1, lambda *_: loop.serve())
     if serve:
-        loop.serve()
+        loop.serve()  # before anybody can greet it: nobody is told READY later
+    loop.start()
     while True:
         threading.Event().wait(600)
 
