@@ -335,7 +335,7 @@ class SocketFfnConnector(FfnConnector):
         for pending in list(self._pending.values()):
             if now_ns >= pending.deadline_s * 1e9:
                 text = f"{pending.who} sent no greeting within {self._greeting_timeout_s:g} s"
-                self._end_pending(pending, Refusal(text))
+                self._end_pending(pending, Refusal(text, retry=True))
         for peer in list(self._peers.values()):
             # Who waits for an answer need not speak.
             silent_ns = now_ns - max(peer.heard_ns, peer.answered_ns)
