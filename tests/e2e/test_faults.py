@@ -210,6 +210,25 @@ def test_an_ffn_server_that_fails_while_the_pair_starts_is_waited_for(
         stop_all(list(cluster.servers.values()))
 
 
+def test_an_attention_server_that_dies_while_the_pair_starts_is_forgotten(
+    tmp_path: Path, expected: dict[str, list[str]]
+) -> None:
+    cluster = Cluster(OPTIONS, tmp_path, extra=EXTRA, ffn_options=ZEROABLE)
+    try:
+        ffn, first = cluster.start("ffn0"), cluster.start("attention0")
+        until(lambda: "attention rank 0 (" in ffn.log.path.read_text(), 180, "the attention server has greeted")
+        cluster.signal("attention0", "engine-core")
+        begin = time.monotonic()
+        until(lambda: first.exit_code is not None, 60, "the attention server ends")
+        attention = cluster.start("attention0")
+        cluster.wait(timeout=200)
+        TABLE.append((KILL.name, "attention engine-core", "load", "both ready again", 200, time.monotonic() - begin))
+        assert ffn.exit_code is None and metrics(ffn.url)["afd_peers"] == 1
+        assert streamed(attention, SHORT) == expected[SHORT]
+    finally:
+        stop_all(list(cluster.servers.values()))
+
+
 def stopped_worker(server: Server) -> int | None:
     """The process id of a server's EngineCore, which is its worker too, once it is stopped."""
     main = server.main_pid
