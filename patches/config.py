@@ -11,7 +11,7 @@ from afdpatch.patches.attest import call_the_roll
 from afdpatch.patches.checkpoint import require_safetensors
 from afdpatch.patches.features import check_arguments, check_features, refuse
 from afdpatch.patches.models import tables
-from afdpatch.patches.parallel import check_ranks, set_computes_experts, workers_of
+from afdpatch.patches.parallel import check_patience, check_ranks, set_computes_experts, workers_of
 from afdpatch.patches.settings import AfdSettings
 from afdpatch.registry import Finding, PatchError
 from afdpatch.runtime.config import AfdConfig, ConfigError
@@ -99,6 +99,7 @@ def _with_afd(
     _check_worker(vllm_config.parallel_config.worker_cls, afd.role)
     parallel = vllm_config.parallel_config
     check_ranks(afd, parallel)
+    check_patience(afd, parallel)
     if afd.role == "attention":
         _settle_scheduler(vllm_config.scheduler_config)
         if parallel.data_parallel_size > 1:

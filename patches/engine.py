@@ -1,12 +1,19 @@
 """EngineCore start: the spawned EngineCore has its patches before it does anything."""
 
+import signal
+import socket
+import threading
+import time
 from typing import Any
 
 import afdpatch
 from afdpatch.patches.attest import sign
 from afdpatch.patches.settings import settings_of
+from afdpatch.runtime.status import StatusPages
 
 ENTRY = "engine-core.start"
+HOP_SHARE = 0.6
+"""The part of vLLM's `shutdown_timeout` in which hops may wait for an FFN server; the rest is for the end itself."""
 
 
 def run_engine_core(*args: Any, dp_rank: int = 0, local_dp_rank: int = 0, **kwargs: Any) -> None:
@@ -24,4 +31,27 @@ def run_engine_core(*args: Any, dp_rank: int = 0, local_dp_rank: int = 0, **kwar
         return
     afdpatch.patchset.apply(role=settings.role, process="engine-core")
     sign()
+    if settings.role == "attention":
+        end_hops_at_a_signal(HOP_SHARE * kwargs["vllm_config"].shutdown_timeout)
     afdpatch.patchset.original(ENTRY)(*args, dp_rank=dp_rank, local_dp_rank=local_dp_rank, **kwargs)
+
+
+def end_hops_at_a_signal(after_s: float) -> None:
+    """Once this process is asked to end, the workers' hops wait no longer than `after_s` seconds for an FFN server.
+
+    vLLM's own handler lets requests finish, and one whose step waits in a hop could not before it is killed. Python
+    writes each signal that has a handler to a descriptor, whoever installs that handler.
+    """
+    pages = StatusPages.from_environment()
+    assert pages is not None
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
+
+    def wait() -> None:
+        while number := reader.recv(1):
+            if number[0] in (signal.SIGTERM, signal.SIGINT):
+                pages.request_end(time.monotonic() + after_s)
+                return
+
+    threading.Thread(target=wait, name="afd-signals", daemon=True).start()

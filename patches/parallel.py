@@ -52,6 +52,32 @@ def check_ranks(afd: AfdConfig, parallel: "ParallelConfig") -> None:
         )
 
 
+GLOO_TIMEOUT_S = 1800
+"""How long a rank waits for the others of its group where vLLM wasn't told, in seconds: PyTorch's default."""
+
+
+def check_patience(afd: AfdConfig, parallel: "ParallelConfig") -> None:
+    """The ranks of an attention server's group must wait for their first one longer than it waits for an FFN server.
+
+    Raises:
+        ConfigError: a timeout of vLLM's groups is too short for AFD's.
+    """
+    if afd.role != "attention" or parallel.tensor_parallel_size == 1:
+        return
+    key = max(("connect_timeout_s", "recovery_timeout_s"), key=lambda name: float(getattr(afd, name)))
+    longest: float = getattr(afd, key)
+    for name in ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"):
+        given: int | None = getattr(parallel, name)
+        if longest >= (given or GLOO_TIMEOUT_S):
+            found = f"{given}" if given else f"none, which is {GLOO_TIMEOUT_S},"
+            raise ConfigError(
+                f"--{name.replace('_', '-')}",
+                f"{found} with --tensor-parallel-size {parallel.tensor_parallel_size} and {key} {longest:g}",
+                f"needed: more than {longest:g} s, since the other ranks wait while the first one waits for an FFN "
+                f"server; raise it, or lower connector_extra_config.{key}",
+            )
+
+
 # ---- data parallelism -----------------------------------------------------------------------------------------------
 
 _NO_EXPERTS = "afd_computes_no_experts"

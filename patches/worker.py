@@ -122,9 +122,11 @@ class AttentionLink(Link):
     ) -> None:
         super().__init__(settings, vllm_config, tp_rank)
         self._timeout_s = settings.config.connect_timeout_s
-        self._shares = vllm_config.parallel_config.tensor_parallel_size > 1
+        self._serves = False
+        group = vllm_config.parallel_config.tensor_parallel_size
+        self._shares = group > 1
         self._step_s = STEP_SHARE * envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
-        self.route: Any = make_route(settings.config, self.rank, self.page) if self.leads else None
+        self.route: Any = make_route(settings.config, self.rank, self.page, group=group) if self.leads else None
         self._watch = PeerWatch(self.route, self.page, on_orphaned=_die)
 
     def connect(self, greeting: Greeting) -> None:
@@ -154,11 +156,20 @@ class AttentionLink(Link):
         hop = None if route is None else lambda: route.hop(hidden_states, layer)
         return shared_hop(get_tp_group(), hop, hidden_states)
 
+    def begin_serving(self) -> None:
+        """The warm-up is over."""
+        self._serves = True
+
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around one forward of the model. Its hops end in time for vLLM, whose own deadline is a little later."""
-        if self.route is not None:
+        """Around one forward of the model. Its hops end in time for vLLM, whose own deadline is a little later.
+
+        In the warm-up vLLM has no deadline, and an FFN server that ends is waited for as in the rest of the start.
+        """
+        if self.route is not None and self._serves:
             self.route.begin_step(time.monotonic() + self._step_s)
+        elif self.route is not None:
+            self.route.begin_step(patience_s=self._timeout_s)
         self.page.begin_step()
         yield
         self.page.end_step()
@@ -195,6 +206,7 @@ class AttentionRole:
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """vLLM's warm-up, whose forwards hop like any other; then the server is ready."""
         times: CompilationTimes = super().compile_or_warm_up_model()  # type: ignore[misc]
+        self.link.begin_serving()
         self.link.page.beat()
         sign()
         self.link.page.set_state(State.READY)

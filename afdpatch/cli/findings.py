@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from afdpatch.cli import look
 from afdpatch.cli.look import Seen
+from afdpatch.runtime.config import ConfigError
+from afdpatch.runtime.secret import read_secret
 
 SEVERITIES = ("error", "warning", "note")
 STALE_S = 5.0
@@ -210,7 +210,7 @@ CAUSES: tuple[tuple[re.Pattern[str], str], ...] = (
         "end the other FFN server of this address, or choose another --afd-port",
     ),
     (re.compile(r"[Aa]ddress already in use|expected the port to be free"), "choose another --port, or end who has it"),
-    (re.compile(r"secret"), "give all servers the same --secret-file: 16 to 4096 bytes, mode 600"),
+    (re.compile(r"secret"), "give all servers the same --secret-file: 16 to 4096 random bytes, mode 600"),
     (
         re.compile(r"ConnectTimeout|Unreachable"),
         "start the FFN server too; are --afd-host and --afd-port the same on both?",
@@ -252,21 +252,9 @@ def of_log(path: Path) -> list[Finding]:
 
 def of_secret(path: Path) -> list[Finding]:
     """Whether a shared secret can be used by this user."""
-    make = f"head -c 32 /dev/urandom > {path}; chmod 600 {path}; the same file on every host"
     try:
-        found = path.stat()
-    except OSError as error:
-        return [Finding("error", str(path), f"the secret can't be read: {error.strerror}", make)]
-    problems = []
-    if not stat.S_ISREG(found.st_mode):
-        problems.append(Finding("error", str(path), "the secret is no file", make))
-    elif not 16 <= found.st_size <= 4096:
-        problems.append(Finding("error", str(path), f"the secret has {found.st_size} bytes, expected 16 to 4096", make))
-    if found.st_mode & 0o077:
-        text = f"the secret's mode is {stat.S_IMODE(found.st_mode):o}: others may read it"
-        problems.append(Finding("error", str(path), text, f"chmod 600 {path}"))
-    if not os.access(path, os.R_OK):
-        problems.append(
-            Finding("error", str(path), "the secret can't be read by this user", f"chown it to {os.getuid()}")
-        )
-    return problems
+        read_secret(str(path))
+    except ConfigError as error:
+        make = f"head -c 32 /dev/urandom > {path}; chmod 600 {path}; the same file on every host"
+        return [Finding("error", str(path), f"the secret can't be used: {error.found}", f"{error.allowed}; {make}")]
+    return []

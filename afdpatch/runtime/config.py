@@ -256,30 +256,36 @@ class AfdConfig:
         """The ranks that listen: the first worker of each FFN server, ascending."""
         return tuple(range(0, self.num_ffn_ranks, self.ffn_tp))
 
-    def ffn_ranks_of(self, attention_rank: int) -> tuple[int, ...]:
+    def ffn_ranks_of(self, attention_rank: int, group: int = 1) -> tuple[int, ...]:
         """The FFN servers of an attention rank's own block, ascending.
 
         With at least as many attention ranks as FFN servers it is one, which serves a block of consecutive ranks;
         with fewer it is a block of servers. The sizes of the blocks differ by one at most.
 
+        Args:
+            attention_rank: 0 to ``num_attention_ranks`` - 1.
+            group: for how many ranks, from this one on, it hops: the block is that of all of them.
+
         Raises:
             ConfigError: no such attention rank.
         """
         ranks, servers = self.num_attention_ranks, self.ffn_servers
-        if not 0 <= attention_rank < ranks:
-            raise ConfigError("attention rank", str(attention_rank), f"allowed: 0..{ranks - 1}")
+        last = attention_rank + group - 1
+        if not 0 <= attention_rank <= last < ranks:
+            raise ConfigError("attention rank", str(last), f"allowed: 0..{ranks - 1}")
         if ranks >= len(servers):
-            return (servers[attention_rank * len(servers) // ranks],)
-        return tuple(rank for i, rank in enumerate(servers) if i * ranks // len(servers) == attention_rank)
+            first, end = (rank * len(servers) // ranks for rank in (attention_rank, last))
+            return servers[first : end + 1]
+        return tuple(rank for i, rank in enumerate(servers) if attention_rank <= i * ranks // len(servers) <= last)
 
-    def fallbacks_of(self, attention_rank: int) -> tuple[int, ...]:
+    def fallbacks_of(self, attention_rank: int, group: int = 1) -> tuple[int, ...]:
         """The other FFN servers, those nearest to the own block first; they take over when the block is lost.
 
         None with transport ``ipc``, whose connections share one end on the GPU.
         """
         if self.transport == "ipc":
             return ()
-        own = self.ffn_ranks_of(attention_rank)
+        own = self.ffn_ranks_of(attention_rank, group)
         others = (rank for rank in self.ffn_servers if rank not in own)
         return tuple(sorted(others, key=lambda rank: (min(abs(rank - home) for home in own), rank)))
 

@@ -65,6 +65,7 @@ class PeerWatch:
             while True:
                 owner.check()
                 if self._route is not None:
+                    self._route.end_by(self._page.ends_by_s)
                     self._route.tend()
                     self._page.set_peers(self._route.peers())
                 self._page.beat()

@@ -61,6 +61,18 @@ class ProtocolError(ValueError):
         self.value = value
         self.allowed = allowed
 
+    @property
+    def plain(self) -> str:
+        """The text in words of ours alone: anybody may have sent what was found, so only a number of it is shown."""
+        found = _short(self.value) if isinstance(self.value, int) else "something else"
+        return f"AFD protocol: {self.field}: found {found}; allowed: {self.allowed}"
+
+    @property
+    def other_version(self) -> tuple[Mismatch, ...]:
+        """The mismatch, when the message is of another version of the protocol."""
+        is_one = self.field == "protocol" and type(self.value) is int and 0 <= self.value < 1 << 16
+        return (Mismatch("protocol", self.allowed, str(self.value)),) if is_one else ()
+
 
 def _short(value: object) -> str:
     return " ".join(reprlib.repr(value).split())

@@ -39,6 +39,8 @@ server that computes or loads answers late, and one that was stopped never does.
 TEND_GREETING_S = 2.0
 QUICK_S = 0.5
 """How long a hop tries while there is no server and an earlier one has been given up."""
+LAST_HOP_S = 1.0
+"""How long a hop may still take once this server's hops must have ended."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,8 @@ class Route:
         rank: of this attention worker.
         page: hops, peers, losses and the like are counted there.
         make_connector: a new connector to the FFN server of a rank (default: the configuration's).
+        group: for how many ranks, from ``rank`` on, this one hops: a tensor-parallel group's size. It uses the FFN
+            servers of all of them.
     """
 
     def __init__(
@@ -63,16 +67,18 @@ class Route:
         rank: int,
         page: StatusPage | None = None,
         make_connector: Callable[[int], AttentionConnector] | None = None,
+        *,
+        group: int = 1,
     ) -> None:
         self._config = config
         self._rank = rank
         self._page = page
-        self._home = config.ffn_ranks_of(rank)
-        self._others = config.fallbacks_of(rank)
+        self._home = config.ffn_ranks_of(rank, group)
+        self._others = config.fallbacks_of(rank, group)
         self._make = make_connector or attention_connectors(config)
         self._hop_timeout_s = config.hop_timeout_s
         self._greeting: Greeting | None = None
-        self._started = False
+        self._ready = False
         self._closed = threading.Event()
         self._hop_lock = threading.Lock()  # held over a whole hop; nothing else waits for it without a limit
         self._dial_lock = threading.Lock()  # held over one greeting
@@ -92,6 +98,9 @@ class Route:
         self._row_bytes = 0
         self._step = 0
         self._step_end = math.inf
+        self._patience_s = config.recovery_timeout_s
+        self._ends_s = math.inf
+        self._began_s = math.inf  # of the hop under way
 
     # Start
 
@@ -102,11 +111,17 @@ class Route:
             GreetingMismatch, ConnectionRefused: a server doesn't take this one, for good. ConnectTimeout: past the
             deadline (default: now + ``connect_timeout_s``). PeerLost: closed meanwhile.
         """
-        started = time.monotonic()
-        deadline = started + self._config.connect_timeout_s if deadline_s is None else deadline_s
         self._greeting = greeting
         self._row_bytes = Layout.of(greeting).row_bytes
         self._refresh()
+        self._greet_home(self._start_deadline(deadline_s))
+
+    def _start_deadline(self, deadline_s: float | None) -> float:
+        return time.monotonic() + self._config.connect_timeout_s if deadline_s is None else deadline_s
+
+    def _greet_home(self, deadline: float) -> None:
+        """Greet the home servers that aren't connected, again and again. Raises what `connect` does."""
+        started = time.monotonic()
         error: ConnectorError | None = None
         pause = _FIRST_PAUSE_S
         while True:
@@ -124,7 +139,6 @@ class Route:
                     error = unreachable
             missing = [f"ffn{rank}" for rank in self._home if rank not in self._connections]
             if not missing:
-                self._started = True
                 return
             left = deadline - time.monotonic()
             if left <= 0:
@@ -137,18 +151,19 @@ class Route:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def wait_ready(self, deadline_s: float | None = None) -> None:
-        """Wait until all home servers have their weights.
+        """Wait until all home servers have their weights; one that ends meanwhile is waited for and greeted again.
 
         Raises:
-            PeerLost: one of them ended. ConnectTimeout: past the deadline (default: now + ``connect_timeout_s``).
+            As `connect`; ConnectTimeout also where a server still loads.
         """
         started = time.monotonic()
-        deadline = started + self._config.connect_timeout_s if deadline_s is None else deadline_s
+        deadline = self._start_deadline(deadline_s)
         for rank in self._home:
             while True:
                 connector = self._connections.get(rank)
                 if connector is None:
-                    raise PeerLost(f"ffn{rank} ended while it loaded ({self._last_error}); see its log")
+                    self._greet_home(deadline)
+                    continue
                 # The wait holds the connection, so nobody else gives its signs of life.
                 connector.ping(self._hop_timeout_s)
                 try:
@@ -163,15 +178,34 @@ class Route:
                         ) from error
                 except PeerLost as error:
                     self._lose(rank, connector, str(error))
-                    raise
+                    if self._closed.wait(_FIRST_PAUSE_S):
+                        raise
+        self._ready = True
         self._refresh()
 
     # Hops
 
-    def begin_step(self, deadline_s: float | None = None) -> None:
-        """A forward begins: its hops carry the next step number, and none of them waits beyond the deadline."""
+    def begin_step(self, deadline_s: float | None = None, patience_s: float | None = None) -> None:
+        """A forward begins: its hops carry the next step number.
+
+        Args:
+            deadline_s: none of them waits beyond it.
+            patience_s: how long each of them is tried (default: ``recovery_timeout_s``).
+        """
         self._step += 1
         self._step_end = math.inf if deadline_s is None else deadline_s
+        self._patience_s = self._config.recovery_timeout_s if patience_s is None else patience_s
+
+    def end_by(self, deadline_s: float) -> None:
+        """This server ends: past the deadline no hop waits for a server, and one that waits for an answer is let go.
+
+        To be called again and again while the deadline is known.
+        """
+        self._ends_s = deadline_s
+        now = time.monotonic()
+        if now > deadline_s and now - self._began_s > LAST_HOP_S:
+            for rank, connector in list(self._connections.items()):
+                self._lose(rank, connector, "no answer before this server's end")
 
     def hop(self, hidden: Tensor, layer: int, micro_batch: int = 0) -> Tensor:
         """One layer's FFN, computed by one of the FFN servers.
@@ -186,11 +220,12 @@ class Route:
 
         Raises:
             InvalidHop: it doesn't fit what was greeted. FfnError: the computation failed, which is not repeated.
-            NoFfnServer: none answered within ``recovery_timeout_s`` or the step's deadline; later hops then try for
-            half a second only, until a server is back. PeerLost: this route was closed.
+            NoFfnServer: none answered within ``recovery_timeout_s`` (or the step's patience) or by the step's deadline;
+            later hops then try for half a second only, until a server is back. PeerLost: this route was closed.
         """
         with self._hop_lock:
             began_ns = time.monotonic_ns()
+            self._began_s = began_ns / 1e9
             sequence = self._sequence = self._sequence + 1
             serving = self._serving
             try:
@@ -212,6 +247,8 @@ class Route:
                 if self._page is not None:
                     self._page.count(Event.ERROR, str(error))
                 raise
+            finally:
+                self._began_s = math.inf
             rows = len(hidden)
             if self._page is not None and rows:
                 self._page.count_hop(rows, rows * self._row_bytes, time.monotonic_ns() - began_ns)
@@ -223,13 +260,14 @@ class Route:
         """The hop again and again, over whatever connection there is or can be made, until its deadline."""
         if self._greeting is None:
             raise PeerLost("a hop before connect()")
-        end = min(began_s + self._config.recovery_timeout_s, self._step_end)
+        end = min(began_s + self._patience_s, self._step_end)
         if self._given_up:
             end = min(end, time.monotonic() + QUICK_S)
         pause = _FIRST_PAUSE_S
         attempt = 0
         while not self._closed.is_set():
             self._look()
+            end = min(end, self._ends_s)
             if not self._serving:
                 self._find(end)
             serving = self._serving
@@ -293,7 +331,8 @@ class Route:
         """
         for _, connector in self._look():
             connector.ping(self._hop_timeout_s)
-        if not self._started or self._closed.is_set():
+        # Until all are ready, the start greets them itself: a mismatch is an error then, and none later.
+        if not self._ready or self._closed.is_set():
             return
         wanted = self._home if self._serving else (*self._home, *self._others)
         now = time.monotonic()

@@ -15,7 +15,7 @@ import os
 import secrets
 import stat
 
-from afdpatch.runtime.config import ConfigError
+from afdpatch.runtime.config import ROLES, ConfigError
 from afdpatch.runtime.protocol import (
     MAX_GREETING_BYTES,
     PROTOCOL_VERSION,
@@ -26,10 +26,19 @@ from afdpatch.runtime.protocol import (
 )
 
 MIN_BYTES, MAX_BYTES = 16, 4096
+MIN_DIFFERENT = 8
+"""Least number of different bytes: whoever takes a server's place gets a proof, and may try secrets on it at home."""
 MAX_TEXT_BYTES = MAX_GREETING_BYTES + 128
 """The longest message of text: a greeting and its proof."""
 ONE_SIDED = "secret_file is set on the {has} server and not on the {lacks} server; set it on both, or on neither"
 DIFFER = "the shared secrets of the two servers differ; give both the same secret_file"
+DRAINS = "this FFN server is draining; try another, or later"
+CROWDED = "too many connections wait for their greeting already; try again later"
+UNPROVED = "it gives a reason of its own, and hasn't proved the secret; look at its log"
+_OWN_WORDS = frozenset(
+    (DIFFER, DRAINS, CROWDED, *(ONE_SIDED.format(has=has, lacks=lacks) for has, lacks in (ROLES, ROLES[::-1])))
+)
+"""Reasons that are believed of everybody: they say nothing that their sender could choose."""
 _NONCE_DIGITS = 64
 
 
@@ -41,7 +50,8 @@ def read_secret(path: str | None) -> bytes | None:
     """The secret in a file; None without a path.
 
     Raises:
-        ConfigError: no such file, not a plain file, readable by others, or of a size out of 16..4096 bytes.
+        ConfigError: no such file, not a plain file, readable by others, of a size out of 16..4096 bytes, or with less
+        than eight different bytes.
     """
     if path is None:
         return None
@@ -69,7 +79,17 @@ def read_secret(path: str | None) -> bytes | None:
     if not MIN_BYTES <= len(data) <= MAX_BYTES:
         size = f"{len(data)} bytes" if len(data) <= MAX_BYTES else f"more than {MAX_BYTES} bytes"
         raise ConfigError(key, f"{path} with {size}", f"needed: {MIN_BYTES} to {MAX_BYTES} bytes")
+    if len(set(data)) < MIN_DIFFERENT:
+        raise ConfigError(
+            key,
+            f"{path} with {len(set(data))} different bytes",
+            f"needed: at least {MIN_DIFFERENT}, so that nobody guesses it: head -c 32 /dev/urandom > {path}",
+        )
     return data
+
+
+def _is_version(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 5
 
 
 class Handshake:
@@ -86,6 +106,8 @@ class Handshake:
         self._secret = secret
         self._nonce = secrets.token_hex(_NONCE_DIGITS // 2)
         self._nonces = ""
+        self.proved = secret is None
+        """Whether the other side has proved the secret; without one, everybody has."""
 
     def hello(self) -> bytes:
         """Attention's first message."""
@@ -114,6 +136,17 @@ class Handshake:
             self._nonces = self._nonce + theirs
             self._verify(self._other, b"", data.get("proof"))
         return refusal
+
+    def believed(self, refusal: Refusal) -> Refusal:
+        """A refusal of the other side as it may be shown: who hasn't proved the secret has no words of its own."""
+        if self.proved:
+            return refusal
+        reason = refusal.reason if refusal.reason in _OWN_WORDS else UNPROVED
+        versions = (mismatch for mismatch in refusal.mismatches if mismatch.field == "protocol")
+        numbers = tuple(
+            mismatch for mismatch in versions if _is_version(mismatch.ours) and _is_version(mismatch.theirs)
+        )
+        return Refusal(reason, numbers, refusal.retry)
 
     def seal(self, message: bytes) -> bytes:
         """A greeting of this side with its proof behind it."""
@@ -144,10 +177,10 @@ class Handshake:
 
     def _read(self, kind: str, data: dict[str, object]) -> str:
         """The other side's nonce."""
-        if data.get("protocol") != PROTOCOL_VERSION:
-            raise ProtocolError("protocol", data.get("protocol"), str(PROTOCOL_VERSION))
         if data.get("afd") != kind:
             raise ProtocolError("afd", data.get("afd"), kind)
+        if data.get("protocol") != PROTOCOL_VERSION:
+            raise ProtocolError("protocol", data.get("protocol"), str(PROTOCOL_VERSION))
         nonce, has = data.get("nonce"), data.get("secret")
         if not isinstance(nonce, str) or len(nonce) != _NONCE_DIGITS or not set(nonce) <= set("0123456789abcdef"):
             raise ProtocolError("nonce", nonce, f"{_NONCE_DIGITS} hexadecimal digits in lower case")
@@ -168,3 +201,4 @@ class Handshake:
         expected = self._proof(role, message).encode()
         if not isinstance(proof, str) or not hmac.compare_digest(expected, proof.encode("utf-8", "replace")):
             raise SecretError(DIFFER)
+        self.proved = True

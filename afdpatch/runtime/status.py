@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import fcntl
+import math
 import mmap
 import os
 import sys
@@ -64,6 +65,7 @@ class _Word(enum.IntEnum):
     DRAINING = 23
     DRAIN_REQUESTED = 24
     PEERS_NAMED = 25
+    ENDS_BY = 26
     EVENTS = 40
     HOP_TIMES = 64
     COMPUTE_TIMES = 96
@@ -314,6 +316,15 @@ class StatusPage:
             words[at + 2 * number + 1] = peer.heard_ns
         words[_Word.PEERS_NAMED] = min(len(peers), MAX_PEERS)
 
+    @property
+    def ends_by_s(self) -> float:
+        """When this server's hops must have ended, on CLOCK_MONOTONIC in seconds; infinite while it isn't to end."""
+        return self._words[_Word.ENDS_BY] / 1e9 or math.inf
+
+    def request_end(self, by_s: float) -> None:
+        """This page's server is to end: its hops must have ended by then (CLOCK_MONOTONIC, seconds)."""
+        self._words[_Word.ENDS_BY] = int(by_s * 1e9)
+
     def set_draining(self, draining: bool) -> None:
         """Whether this FFN server turns its peers away."""
         self._words[_Word.DRAINING] = int(draining)
@@ -432,6 +443,11 @@ class StatusPages:
         """Ask every worker to drain, or to take peers again."""
         for page in self.pages:
             page.request_drain(wanted)
+
+    def request_end(self, by_s: float) -> None:
+        """The server is to end: all its hops must have ended by then (CLOCK_MONOTONIC, seconds)."""
+        for page in self.pages:
+            page.request_end(by_s)
 
     def close(self) -> None:
         """Unmap all."""

@@ -21,9 +21,9 @@ from afdpatch.runtime.status import StatusPage
 class StepRoute(Route):
     """A `Route` over GPU connections. Arguments: as `Route` has them."""
 
-    def __init__(self, config: AfdConfig, rank: int, page: StatusPage | None = None) -> None:
+    def __init__(self, config: AfdConfig, rank: int, page: StatusPage | None = None, *, group: int = 1) -> None:
         self._gpu = GpuEnd(config.hop_timeout_s)
-        super().__init__(config, rank, page, gpu_connectors(config, self._gpu))
+        super().__init__(config, rank, page, gpu_connectors(config, self._gpu), group=group)
 
     @property
     def under_way(self) -> IpcAttentionConnector | None:

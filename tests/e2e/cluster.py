@@ -28,6 +28,7 @@ class Cluster:
         words: the model and vLLM's options, for all servers.
         folder: where the logs go, one for each start of a server.
         extra: `connector_extra_config` of all of them.
+        attention_options, ffn_options: vLLM's options for one role alone.
         cores: which core each server's thread is bound to, round robin over the servers in their order.
         connector, host: where the roles meet.
         within: for some servers, words before the command (`ip netns exec NAME`) and the host of their HTTP server.
@@ -41,6 +42,7 @@ class Cluster:
         attention: int = 1,
         ffn: int = 1,
         extra: dict[str, object] | None = None,
+        attention_options: Sequence[str] = (),
         ffn_options: Sequence[str] = (),
         cores: Sequence[str] = ("0", "1"),
         connector: str = "shm",
@@ -68,7 +70,8 @@ class Cluster:
                 "connector_extra_config": extra or {},
             }
             command = [sys.executable, "-m", "afdpatch", "vllm", "serve", *words, "--port", str(ports[index])]
-            command += [*(ffn_options if role == "ffn" else ()), "--additional-config", json.dumps({"afd": afd})]
+            own = ffn_options if role == "ffn" else attention_options
+            command += [*own, "--additional-config", json.dumps({"afd": afd})]
             env = {**ONE_THREAD, "VLLM_CPU_OMP_THREADS_BIND": cores[index % len(cores)]}
             before, at = (within or {}).get(f"{role}{rank}", ([], "127.0.0.1"))
             self._commands[f"{role}{rank}"] = ([*before, *command], ports[index], env, at)

@@ -85,6 +85,20 @@ def _attested(server: Server) -> Any:
 
 
 @pytest.mark.full
+def test_a_tensor_parallel_attention_server_uses_every_ffn_server(tmp_path: Path) -> None:
+    afd: dict[str, Any] = {"port": free_port(), "num_attention_ranks": 2, "num_ffn_ranks": 2}
+    ffns = [server(f"ffn{rank}", OPTIONS, tmp_path, afd | {"role": "ffn", "rank": rank}, "1") for rank in range(2)]
+    options = [*OPTIONS, "--tensor-parallel-size", "2"]
+    attention = server("attention", options, tmp_path, afd | {"role": "attention"}, "0|0")
+    with ffns[0], ffns[1], attention:
+        wait_all([*ffns, attention], 400)
+        status, answer = ask(attention)
+        assert status == 200 and answer["usage"]["completion_tokens"] == 24
+        hops = [metrics(ffn.url)["afd_hops_total"] for ffn in ffns]
+        assert min(hops) >= LAYERS * 24 / 2 and abs(hops[0] - hops[1]) <= 1
+
+
+@pytest.mark.full
 def test_tensor_parallelism_on_both_sides_says_what_stock_vllm_says_with_it(tmp_path: Path) -> None:
     options = [*OPTIONS, "--tensor-parallel-size", "2"]
     afd: dict[str, Any] = {"port": free_port(), "num_attention_ranks": 2, "num_ffn_ranks": 2}

@@ -10,12 +10,15 @@ import torch
 from afdpatch.patches.attest import sign
 from afdpatch.patches.scheduler import AfdScheduler
 from afdpatch.patches.worker_cpu import FFNWorker
+from afdpatch.runtime.connectors.base import FfnConnector
+from afdpatch.runtime.status import StatusPage
 from tests.e2e.recorder import PARAMETERS, record_parameters
 from tests.e2e.servers import KEEP_GARBAGE
 
 record_parameters()
 FAULT = "AFDPATCH_TEST_FAULT"
-"""`load 9`: this worker sends itself signal 9 once its weights are loaded. `hop N 9`: at its N-th hop."""
+"""`greet 9`: this worker sends itself signal 9 within its first greeting, `load 9`: once its weights are loaded,
+`hop N 9`: at its N-th hop."""
 
 
 class SwitchableFFNWorker(FFNWorker):
@@ -27,13 +30,29 @@ class SwitchableFFNWorker(FFNWorker):
     aim = (0, 0)
     death: tuple[int, int, int] | None = None
 
+    def make_connector(self, page: StatusPage) -> FfnConnector:
+        """The connector, and the fault in its first greeting that the environment asks for."""
+        connector: Any = super().make_connector(page)
+        words = os.environ.get(FAULT, "").split()
+        if words[:1] == ["greet"]:
+            greet = connector._greet
+
+            def strike(*pending: Any) -> Any:
+                connector._greet = greet
+                os.kill(os.getpid(), int(words[1]))
+                return greet(*pending)
+
+            connector._greet = strike
+        made: FfnConnector = connector
+        return made
+
     def load_model(self, **kwargs: Any) -> None:
         """Load, and then the fault that the environment asks for."""
         super().load_model(**kwargs)
         words = os.environ.get(FAULT, "").split()
         if words[:1] == ["load"]:
             os.kill(os.getpid(), int(words[1]))
-        elif words:
+        elif words[:1] == ["hop"]:
             self.signal_at(int(words[1]), os.getpid(), int(words[2]))
 
     def zero_ffn(self, on: bool) -> None:

@@ -39,6 +39,7 @@ def case(
 
 ATTENTION = {"role": "attention"}
 FFN = {"role": "ffn"}
+TWO_RANKS = {"role": "attention", "num_attention_ranks": 2}
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     # name: (case, words that must stand in the one line); exit code 2
     "unknown key": (case({"rolle": "ffn"}), ["'rolle'", "did you mean 'role'"]),
@@ -57,6 +58,32 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "tensor parallelism without its ranks": (
         case(ATTENTION, tensor_parallel_size=2, distributed_executor_backend="mp"),
         ["num_attention_ranks", "tensor parallel 2", "at least 2"],
+    ),
+    "a group that waits less than a hop": (
+        case(
+            TWO_RANKS | {"connector_extra_config": {"connect_timeout_s": 60, "recovery_timeout_s": 120}},
+            tensor_parallel_size=2,
+            distributed_executor_backend="mp",
+            distributed_timeout_seconds=120,
+        ),
+        ["--distributed-timeout-seconds", "120 with --tensor-parallel-size 2", "recovery_timeout_s", "more than 120 s"],
+    ),
+    "a group that waits less than a start": (
+        case(
+            TWO_RANKS,
+            tensor_parallel_size=2,
+            distributed_executor_backend="mp",
+            cpu_distributed_timeout_seconds=300,
+        ),
+        ["--cpu-distributed-timeout-seconds", "300 with", "connect_timeout_s 600", "more than 600 s"],
+    ),
+    "a start longer than PyTorch's groups wait": (
+        case(
+            TWO_RANKS | {"connector_extra_config": {"connect_timeout_s": 3600}},
+            tensor_parallel_size=2,
+            distributed_executor_backend="mp",
+        ),
+        ["--distributed-timeout-seconds", "none, which is 1800,", "more than 3600 s"],
     ),
     "an FFN server of another tensor-parallel size": (
         case({"role": "ffn", "num_ffn_ranks": 2}, tensor_parallel_size=2, distributed_executor_backend="mp"),

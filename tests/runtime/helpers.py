@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,6 +82,21 @@ def until(condition: Callable[[], bool], what: str, deadline_s: float = 20.0) ->
         pause.wait(0.01)
 
 
+def strike(pid: int, how: signal.Signals) -> None:
+    """Kill or stop a child process, and wait until none of its threads runs any more."""
+
+    def at_rest() -> bool:
+        states = []
+        with contextlib.suppress(OSError):  # it has gone
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                with contextlib.suppress(OSError):
+                    states.append((task / "stat").read_text().rpartition(") ")[2][0])
+        return all(state in "TZX" for state in states)
+
+    os.kill(pid, how)
+    until(at_rest, f"process {pid} feels {how.name}")
+
+
 def compute(layer: int, hidden: torch.Tensor) -> torch.Tensor:
     """The tests' FFN: layer 1 raises, layer 2 hangs, layer 3 gives another shape."""
     if layer == FAILING_LAYER:
@@ -98,11 +114,13 @@ def _serve(
     page = StatusPage.open(page_path)
     page.set_worker()
     connector = ffn_connector(address, page=page, **{"greeting_timeout_s": 0.5, **options})
-    loop = FfnLoop(connector, function, page, greeting("ffn", **changes), wrap=torch.inference_mode)
-    loop.start()
+    own = greeting("ffn", **changes)
+    # As a worker does it: a server whose loop has ended is none.
+    loop = FfnLoop(connector, function, page, own, wrap=torch.inference_mode, on_death=lambda _: os._exit(1))
     signal.signal(signal.SIGUSR1, lambda *_: loop.serve())
     if serve:
-        loop.serve()
+        loop.serve()  # before anybody can greet it: nobody is told READY later
+    loop.start()
     while True:
         threading.Event().wait(600)
 

@@ -208,6 +208,28 @@ def test_ranks_and_servers_meet_in_consecutive_blocks_of_nearly_equal_size(atten
         assert distances == sorted(distances)
 
 
+@given(st.integers(1, 12), st.integers(1, 40), st.integers(1, 4))
+def test_the_ranks_that_hop_for_a_group_use_all_servers_in_blocks_of_nearly_equal_size(groups, servers, size):
+    config = parse(num_attention_ranks=groups * size, num_ffn_ranks=servers)
+    leaders = range(0, groups * size, size)
+    own = [config.ffn_ranks_of(rank, size) for rank in leaders]
+    assert sorted({rank for block in own for rank in block}) == list(range(servers))
+    assert max(map(len, own)) - min(map(len, own)) <= 1
+    for rank, block in zip(leaders, own, strict=True):
+        assert block == tuple(range(block[0], block[-1] + 1))
+        assert sorted((*block, *config.fallbacks_of(rank, size))) == list(range(servers))
+    with pytest.raises(ConfigError, match="attention rank"):
+        config.ffn_ranks_of(leaders[-1] + 1, size + 1)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.integers(1, 40))
+def test_groups_of_different_sizes_use_all_servers(sizes, servers):
+    config = parse(num_attention_ranks=sum(sizes), num_ffn_ranks=servers)
+    leaders = [sum(sizes[:number]) for number in range(len(sizes))]
+    used = {server for pair in zip(leaders, sizes, strict=True) for server in config.ffn_ranks_of(*pair)}
+    assert used == set(range(servers))
+
+
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -19,6 +19,8 @@ from afdpatch.runtime.connectors.base import (
     PeerLost,
     Unreachable,
 )
+from afdpatch.runtime.secret import Handshake
+from afdpatch.runtime.status import State
 
 from .helpers import (
     HIDDEN,
@@ -29,7 +31,7 @@ from .helpers import (
     greeting,
     until,
 )
-from .strangers import stranger
+from .strangers import challenged, framed, stranger
 
 OTHER_PROCESS = "0123456789abcdef"
 
@@ -101,13 +103,61 @@ def test_closing_ends_a_greeting_of_another_thread(address):
         taken.close()
 
 
-def test_a_mismatch_names_field_and_values_on_both_sides(address, ffn, page):
-    expected = pytest.raises(GreetingMismatch, match="dtype: ours bfloat16, theirs float32")
-    with expected as caught, connected(address, greeting={"dtype": "bfloat16"}):
+@contextlib.contextmanager
+def mismatching(address, **options):
+    """An attention server with another dtype is refused meanwhile, and told so."""
+    expected = pytest.raises(GreetingMismatch, match="dtype: ours bfloat16, theirs float32; start both alike")
+    with expected as caught, connected(address, greeting={"dtype": "bfloat16"}, **options):
         pass
     assert [mismatch.field for mismatch in caught.value.mismatches] == ["dtype"]
-    until(lambda: page.snapshot().peers_refused == 1, "the refusal is counted")
-    assert "dtype: ours float32, theirs bfloat16" in page.snapshot().last_error
+    yield
+
+
+def test_a_mismatch_of_the_first_peer_ends_both_with_field_and_values(address, ffn, page):
+    with mismatching(address):
+        ffn.join(10)
+    assert ffn.exitcode == 1
+    snapshot = page.snapshot()
+    assert snapshot.state is State.FAILED and snapshot.peers_refused == 1
+    assert "dtype: ours float32, theirs bfloat16; start both alike" in snapshot.last_error
+
+
+def test_a_mismatch_later_is_refused_and_the_others_are_served(address, ffn, page):
+    with connected(address, greeting={"rank": 1}) as other:
+        with mismatching(address):
+            until(lambda: page.snapshot().peers_refused == 1, "the refusal is counted")
+        assert "dtype: ours float32, theirs bfloat16" in page.snapshot().last_error
+        assert other.hop(torch.ones(1, HIDDEN), 0)[0, 0] == 2
+    until(lambda: page.snapshot().peers == 0, "it has left")
+    with mismatching(address):
+        until(lambda: page.snapshot().peers_refused == 2, "nobody is there, but somebody was")
+    with connected(address) as attention:
+        assert attention.hop(torch.ones(1, HIDDEN), 0)[0, 0] == 2
+
+
+@pytest.mark.parametrize("secret", [None, b"sixteen letters!"], ids=["no secret", "secret"])
+def test_a_stranger_of_another_version_ends_a_server_without_a_secret_only(address, page, secret):
+    hello = Handshake("attention", secret).hello()
+    other = framed(address, hello.replace(b'"protocol":2', b'"protocol":3'))
+    with ffn_process(address, page, options={"secret": secret}) as process:
+        assert b"refused" in stranger(address, other).recv(65536)
+        if secret is None:
+            process.join(10)
+            assert process.exitcode == 1 and "protocol: ours 2, theirs 3" in page.snapshot().last_error
+        else:
+            with connected(address, secret=secret) as attention:
+                assert attention.hop(torch.ones(1, HIDDEN), 0)[0, 0] == 2
+
+
+def test_who_has_another_secret_ends_nobody_else(address, page):
+    with ffn_process(address, page, options={"secret": b"sixteen letters!"}):
+        sock, handshake = challenged(address, b"sixteen letters!")
+        handshake._secret = b"sixteen let{ers!"
+        sealed = handshake.seal(greeting("attention", dtype="bfloat16").encode())
+        socket.send_fds(sock, [framed(address, sealed)], [])
+        assert b"differ" in sock.recv(65536)
+        with connected(address, secret=b"sixteen letters!") as attention:
+            assert attention.hop(torch.ones(1, HIDDEN), 0)[0, 0] == 2
 
 
 def test_a_taken_address_is_an_error_that_says_what_to_do(address, ffn):

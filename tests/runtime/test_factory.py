@@ -17,7 +17,7 @@ from .helpers import HIDDEN, compute, greeting, new_address
 @pytest.mark.parametrize("connector", ["shm", "tcp", "P2pNcclAFDConnector"])
 def test_a_route_and_a_loop_of_one_configuration_meet(tmp_path, connector):
     secret = tmp_path / "secret"
-    secret.write_bytes(b"s" * 32)
+    secret.write_bytes(bytes(range(32)))
     secret.chmod(0o600)
     host, port = new_address("tcp")
     config = AfdConfig.parse(

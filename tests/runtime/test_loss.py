@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -11,7 +12,7 @@ import torch
 from afdpatch.runtime.connectors.base import HopTimeout, PeerLost
 from afdpatch.runtime.protocol import Header, Kind, Layout
 
-from .helpers import HANGING_LAYER, HIDDEN, connected, greeting, until
+from .helpers import HANGING_LAYER, HIDDEN, connected, greeting, strike, until
 from .strangers import good_hop, impostor, raw_peer
 
 
@@ -30,7 +31,7 @@ def test_a_killed_server_ends_a_hop_at_once(address, ffn):
 def test_a_stopped_server_ends_a_hop_at_the_deadline_and_its_late_answer_is_never_taken(address, ffn, page):
     with connected(address, hop_timeout_s=0.3) as attention:
         attention.hop(torch.ones(1, HIDDEN), 0)
-        os.kill(ffn.pid, signal.SIGSTOP)
+        strike(ffn.pid, signal.SIGSTOP)
         try:
             with pytest.raises(HopTimeout, match=r"sequence 2.*did not answer in time after 0\.3"):
                 attention.hop(torch.full((1, HIDDEN), 7.0), 0)
@@ -43,6 +44,34 @@ def test_a_stopped_server_ends_a_hop_at_the_deadline_and_its_late_answer_is_neve
         attention.sequence = 1
         assert torch.equal(attention.hop(torch.full((1, HIDDEN), 8.0), 0), torch.full((1, HIDDEN), 16.0))
         assert page.snapshot().peers == 1
+
+
+def test_closing_at_any_moment_of_a_hop_gives_its_result_or_a_named_error(address, ffn):
+    """Close from within the hop's own thread, as a signal handler does, before each line that a hop runs."""
+    hidden = torch.ones(2, HIDDEN)
+    for moment in range(1000):
+        left = moment
+        with connected(address, spin_us=0) as attention:
+
+            def at_a_line(frame, event, argument, attention=attention):
+                nonlocal left
+                if event == "line":
+                    left -= 1
+                    if left < 0:
+                        sys.settrace(None)
+                        attention.connector.close()
+                return at_a_line if "connectors" in frame.f_code.co_filename else None
+
+            sys.settrace(at_a_line)
+            try:
+                assert torch.equal(attention.hop(hidden, 0), hidden * 2)
+            except PeerLost as error:
+                assert "closed" in str(error)
+            finally:
+                sys.settrace(None)
+        if left >= 0:
+            break
+    assert 30 < moment < 900, "the hop was closed at each of its lines"
 
 
 def test_a_reply_with_an_old_number_breaks_the_connection(address):

@@ -15,7 +15,7 @@ OUTLIVE = """
 from afdpatch.runtime.connectors._memory import HopMemory
 from tests.runtime.test_memory import LAYOUT
 memory, fd = HopMemory.create(LAYOUT)
-view = memory.a2f[1][:4]
+view = memory.views[1][0][:4]
 memory.close()
 view.fill_(3.0)
 print(view.sum().item())
@@ -37,7 +37,7 @@ def test_the_mapping_goes_with_the_last_view() -> None:
     before = mappings()
     memory, fd = HopMemory.create(LAYOUT)
     os.close(fd)
-    view = memory.a2f[0][:1]
+    view = memory.views[0][0][:1]
     memory.close()
     assert mappings() == before + 1
     assert torch.equal(view, torch.zeros(1, 64))

@@ -31,6 +31,7 @@ from .helpers import (
     ffn_process,
     greeting,
     new_address,
+    strike,
     until,
 )
 
@@ -100,7 +101,7 @@ def servers(transport, count, *, attention=2, start=True):
 
 
 @contextlib.contextmanager
-def route_to(servers, page=None, *, rank=0, connect=True, **times):
+def route_to(servers, page=None, *, rank=0, group=1, connect=True, **times):
     config = AfdConfig.parse(
         {
             "num_attention_ranks": servers.attention,
@@ -108,7 +109,7 @@ def route_to(servers, page=None, *, rank=0, connect=True, **times):
             "connector_extra_config": {"hop_timeout_s": 5, "recovery_timeout_s": 20, "connect_timeout_s": 20, **times},
         }
     )
-    route = Route(config, rank, page, servers.make)
+    route = Route(config, rank, page, servers.make, group=group)
     try:
         if connect:
             route.connect(said(servers, rank))
@@ -140,6 +141,14 @@ def test_hops_go_to_the_home_servers_in_turn(transport, page):
     assert page.snapshot().peer_state is PeerState.NONE and page.snapshot().peers == 0
 
 
+def test_a_rank_that_hops_for_a_group_uses_the_servers_of_all_its_ranks(transport):
+    with servers(transport, 2, attention=2) as ffn, route_to(ffn, group=2) as route:
+        for _ in range(6):
+            assert torch.equal(route.hop(ONE, 0), ONE * 2)
+        ffn.counted(0, 3)
+        ffn.counted(1, 3)
+
+
 def test_steps_are_numbered(page):
     with servers("shm", 1) as ffn, route_to(ffn) as route:
         for _ in range(3):
@@ -152,7 +161,7 @@ def test_steps_are_numbered(page):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_hop_is_sent_again_to_the_other_home_server(transport, page, how):
     with servers(transport, 2, attention=1) as ffn, route_to(ffn, page, hop_timeout_s=0.5) as route:
-        os.kill(ffn.processes[0].pid, how)
+        strike(ffn.processes[0].pid, how)
         for _ in range(4):
             assert torch.equal(route.hop(ONE, 0), ONE * 2)
         ffn.counted(1, 4)
@@ -243,6 +252,39 @@ def test_no_hop_waits_beyond_its_steps_deadline():
             route.hop(ONE, HANGING_LAYER)
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_hop_ends_with_its_server(transport, page, how):
+    with servers(transport, 1) as ffn, route_to(ffn, page, hop_timeout_s=100, recovery_timeout_s=100) as route:
+        route.hop(ONE, 0)
+        watch = PeerWatch(route, page, period_s=0.05)
+        watch.start()
+        strike(ffn.processes[0].pid, how)
+        caught = []
+
+        def hop():
+            try:
+                route.hop(ONE, 0)
+            except NoFfnServer as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=hop)
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive()
+        page.request_end(time.monotonic() + 0.5)
+        thread.join(20)
+        assert not thread.is_alive() and "no FFN server answered" in str(caught[0])
+        assert watch.stop()
+
+
+def test_hops_go_on_while_a_server_ends(page):
+    with servers("shm", 1) as ffn, route_to(ffn, page) as route:
+        route.end_by(time.monotonic() - 1)
+        assert torch.equal(route.hop(ONE, 0), ONE * 2)
+        route.end_by(time.monotonic() - 1)
+        assert torch.equal(route.hop(ONE, 0), ONE * 2) and seen(page, Event.PEER_LOST) == 0
+
+
 def test_a_computation_that_fails_is_not_repeated(transport, page):
     with servers(transport, 2, attention=1) as ffn, route_to(ffn, page) as route:
         with pytest.raises(FfnError, match="no such expert"):
@@ -254,7 +296,7 @@ def test_a_computation_that_fails_is_not_repeated(transport, page):
 
 def test_a_stopped_server_is_left_for_another_though_it_takes_connections(transport, page):
     with servers(transport, 2) as ffn, route_to(ffn, page, hop_timeout_s=0.3) as route:
-        os.kill(ffn.processes[0].pid, signal.SIGSTOP)
+        strike(ffn.processes[0].pid, signal.SIGSTOP)
         try:
             assert torch.equal(route.hop(ONE, 0), ONE * 2)
             # On a busy machine the other one may be late the first time too.
@@ -325,7 +367,7 @@ def test_an_idle_route_notices_a_server_that_was_stopped_and_that_goes_on(transp
         end = time.monotonic() + 1.5
         until(lambda: time.monotonic() > end, "idle for longer than the deadline, the pings being answered")
         assert seen(page, Event.PEER_LOST) == 0
-        os.kill(ffn.processes[0].pid, signal.SIGSTOP)
+        strike(ffn.processes[0].pid, signal.SIGSTOP)
         try:
             until(lambda: page.snapshot().peer_state is PeerState.LOST, "lost, though its connection stands")
         finally:
@@ -350,6 +392,8 @@ def test_a_mismatch_later_is_kept_and_tried_again(transport, page):
         thread = threading.Thread(target=lambda: results.append(route.hop(ONE, 0)))
         thread.start()
         until(lambda: "dtype" in page.snapshot().last_error, "the reason is kept")
+        ffn.processes[0].join(20)  # it never had a peer
+        assert ffn.processes[0].exitcode == 1 and not results
         ffn.kill(0)
         ffn.start(0)
         thread.join(20)
@@ -370,15 +414,73 @@ def test_a_server_that_never_comes_ends_at_the_deadline():
             route.connect(said(ffn), time.monotonic() + 0.3)
 
 
-def test_a_server_that_dies_while_loading_ends_the_start(transport):
+@pytest.mark.parametrize("while_it", ["waits", "loads itself"])
+def test_a_server_that_dies_while_loading_is_waited_for(transport, page, while_it):
+    with servers(transport, 1, start=False) as ffn, route_to(ffn, page, connect=False) as route:
+        ffn.start(0, serve=False)
+        route.connect(said(ffn))
+        watch = PeerWatch(route, page, period_s=0.05)
+        watch.start()
+        with pytest.raises(ConnectTimeout, match="still loading"):
+            route.wait_ready(time.monotonic() + 0.1)
+        if while_it == "loads itself":
+            ffn.kill(0)
+            until(lambda: seen(page, Event.PEER_LOST) == 1, "the loss is seen")
+        ready = threading.Thread(target=route.wait_ready)
+        ready.start()
+        if while_it == "waits":
+            ffn.kill(0)
+            until(lambda: seen(page, Event.PEER_LOST) == 1, "the loss is seen")
+        ffn.start(0, serve=False)
+        until(lambda: ffn.pages[0].snapshot().peers == 1, "greeted again")
+        assert ready.is_alive()
+        os.kill(ffn.processes[0].pid, signal.SIGUSR1)
+        ready.join(20)
+        assert not ready.is_alive() and seen(page, Event.PEER_RETURNED) == 1
+        assert torch.equal(route.hop(ONE, 0), ONE * 2)
+        assert watch.stop()
+
+
+def test_a_server_that_dies_while_loading_is_waited_for_until_the_deadline(transport):
     with servers(transport, 1, start=False) as ffn, route_to(ffn, connect=False) as route:
         ffn.start(0, serve=False)
         route.connect(said(ffn))
-        with pytest.raises(ConnectTimeout, match="still loading"):
-            route.wait_ready(time.monotonic() + 0.1)
-        threading.Timer(0.2, ffn.processes[0].kill).start()
-        with pytest.raises(PeerLost, match="while it loaded"):
+        ffn.kill(0)
+        with pytest.raises(ConnectTimeout, match=r"^ffn0 not connected within 0\.\d s: "):
+            route.wait_ready(time.monotonic() + 0.5)
+
+
+def test_another_server_in_the_place_of_one_that_died_while_loading_ends_the_start(transport, page):
+    with servers(transport, 1, start=False) as ffn, route_to(ffn, page, connect=False) as route:
+        ffn.start(0, serve=False)
+        route.connect(said(ffn))
+        watch = PeerWatch(route, page, period_s=0.05)
+        watch.start()
+        ffn.kill(0)
+        until(lambda: seen(page, Event.PEER_LOST) == 1, "the loss is seen")
+        ffn.start(0, serve=False, dtype="bfloat16")
+        with pytest.raises(GreetingMismatch, match="dtype"):
             route.wait_ready()
+        ffn.processes[0].join(20)
+        assert ffn.processes[0].exitcode == 1 and watch.stop()
+
+
+def test_a_step_may_have_more_patience_than_a_request_has():
+    with servers("shm", 1) as ffn, route_to(ffn, recovery_timeout_s=0.2, hop_timeout_s=0.2) as route:
+        ffn.kill(0)
+        results = []
+        route.begin_step(patience_s=60)
+        thread = threading.Thread(target=lambda: results.append(route.hop(ONE, 0)))
+        thread.start()
+        thread.join(1)
+        assert thread.is_alive()
+        ffn.start(0)
+        thread.join(20)
+        assert torch.equal(results[0], ONE * 2)
+        ffn.kill(0)
+        route.begin_step()
+        with pytest.raises(NoFfnServer):
+            route.hop(ONE, 0)
 
 
 def test_a_server_that_loads_for_longer_than_peers_may_be_silent_is_waited_for(transport, page):
@@ -471,4 +573,4 @@ def test_losses_and_returns_leak_no_descriptor(transport):
             ffn.start(0)
             until(lambda: route.tend() or ffn.pages[0].snapshot().peers == 1, "home again")
             until(lambda: route.tend() or ffn.pages[1].snapshot().peers == 0, "and only there")
-            assert connections() == before
+            until(lambda: route.tend() or connections() == before, "as many descriptors as before")

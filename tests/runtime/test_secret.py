@@ -1,7 +1,9 @@
 """The shared secret: its file, its proofs, and two real servers with and without it."""
 
+import json
 import os
 import socket
+import threading
 
 import pytest
 import torch
@@ -10,14 +12,15 @@ from hypothesis import strategies as st
 
 from afdpatch.runtime.config import ConfigError
 from afdpatch.runtime.connectors.base import ConnectionRefused
-from afdpatch.runtime.protocol import ProtocolError, Refusal
-from afdpatch.runtime.secret import Handshake, SecretError, read_secret
+from afdpatch.runtime.protocol import Mismatch, ProtocolError, Refusal
+from afdpatch.runtime.secret import DIFFER, DRAINS, Handshake, SecretError, read_secret
 from afdpatch.runtime.status import StatusPage
 
 from .helpers import HIDDEN, connected, ffn_process, greeting, new_address, until
 from .strangers import challenged, framed, stranger, unframed
 
-SECRET, OTHER = b"s" * 16, b"t" * 16
+SECRET, OTHER = b"sixteen letters!", b"sixteen others.."
+WORDS = "call 555-0100 to repair this"
 
 
 def write(path, data=SECRET, mode=0o600):
@@ -35,6 +38,8 @@ def test_a_secret_is_the_bytes_of_its_file(tmp_path):
     ("make", "expected"),
     [
         (lambda path: write(path, b"x" * 15), "15 bytes; needed: 16 to 4096"),
+        (lambda path: write(path, b"passwordpassword"), "7 different bytes; needed: at least 8"),
+        (lambda path: write(path, b"\0" * 32), "1 different bytes"),
         (lambda path: write(path, b"x" * 4097), "more than 4096 bytes"),
         (lambda path: write(path, mode=0o640), "mode 0640; others must not read it: chmod 600"),
         (lambda path: write(path, mode=0o604), "mode 0604"),
@@ -42,7 +47,7 @@ def test_a_secret_is_the_bytes_of_its_file(tmp_path):
         (lambda path: path.mkdir(0o700) or str(path), "not a plain file"),
         (lambda path: os.mkfifo(path, 0o600) or str(path), "not a plain file"),
     ],
-    ids=["short", "long", "group", "others", "absent", "folder", "fifo"],
+    ids=["short", "guessed", "zeros", "long", "group", "others", "absent", "folder", "fifo"],
 )
 def test_a_file_that_is_no_secret_is_a_configuration_error(tmp_path, make, expected):
     with pytest.raises(ConfigError, match="secret_file") as caught:
@@ -128,6 +133,71 @@ def test_a_secret_that_isnt_shared_is_told_on_both_sides(address, page, ours, th
         assert not caught.value.retry
         until(lambda: page.snapshot().peers_refused == 1, "counted")
         assert expected in page.snapshot().last_error and page.snapshot().peers == 0
+
+
+def test_who_has_not_proved_the_secret_puts_no_word_on_the_ffn_servers_page(address, page):
+    sent = [
+        {"afd": WORDS},
+        {"afd": "hello", "protocol": WORDS},
+        {"afd": "hello", "protocol": 2, "secret": WORDS, "nonce": "0" * 64},
+        {"afd": "hello", "protocol": 2, "secret": True, "nonce": WORDS},
+        {WORDS: WORDS},
+        WORDS,
+    ]
+    with ffn_process(address, page, options={"secret": SECRET}):
+        for number, message in enumerate(sent, 1):
+            sock = stranger(address, framed(address, json.dumps(message).encode()))
+            assert b"refused" in sock.recv(65536)
+            until(lambda number=number: page.snapshot().peers_refused == number, "counted")
+            assert "555" not in page.snapshot().last_error
+        refusals = [Refusal(WORDS), Refusal(DIFFER, (Mismatch(WORDS, WORDS, WORDS),)), Refusal("", retry=True)]
+        for number, refusal in enumerate(refusals, len(sent) + 1):
+            sock, _ = challenged(address, SECRET)
+            sock.sendall(framed(address, refusal.encode()))
+            assert b"refused" in sock.recv(65536)
+            until(lambda number=number: page.snapshot().peers_refused == number, "counted")
+            assert "555" not in page.snapshot().last_error
+        assert "hasn't proved the secret" in page.snapshot().last_error
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Refusal(WORDS).encode(),
+        Refusal(DIFFER, (Mismatch(WORDS, "1", "2"), Mismatch("protocol", WORDS, "3"))).encode(),
+        json.dumps({"afd": WORDS}).encode(),
+        json.dumps({"afd": "challenge", "protocol": WORDS}).encode(),
+        json.dumps({"refused": WORDS, "mismatches": WORDS}).encode(),
+        WORDS.encode(),
+    ],
+)
+def test_who_has_not_proved_the_secret_puts_no_word_into_the_attention_servers_error(address, answer):
+    family = (socket.AF_UNIX, socket.SOCK_SEQPACKET) if isinstance(address, str) else (socket.AF_INET,)
+    with socket.socket(*family) as listener:
+        listener.bind(address)
+        listener.listen()
+
+        def speak():
+            sock, _ = listener.accept()
+            sock.recv(65536)
+            sock.sendall(framed(address, answer))
+            sock.recv(65536)
+            sock.close()
+
+        thread = threading.Thread(target=speak)
+        thread.start()
+        with pytest.raises(ConnectionRefused) as caught, connected(address, secret=SECRET):
+            pass
+        assert "555" not in str(caught.value)
+        thread.join(20)
+
+
+def test_numbers_of_versions_and_reasons_of_ours_are_shown_of_everybody():
+    handshake = Handshake("attention", SECRET)
+    version = Mismatch("protocol", "3", "2")
+    assert handshake.believed(Refusal(DRAINS, (version,), retry=True)) == Refusal(DRAINS, (version,), retry=True)
+    assert Handshake("attention", None).believed(Refusal(WORDS)) == Refusal(WORDS)
+    assert shake(SECRET, SECRET)[0].believed(Refusal(WORDS)) == Refusal(WORDS)
 
 
 def test_the_messages_of_an_earlier_connection_are_worth_nothing(address, page):

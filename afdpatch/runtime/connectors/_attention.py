@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -162,7 +162,7 @@ class SocketAttentionConnector(AttentionConnector):
                 self._say(sock, handshake.hello(), deadline_s)
             refusal = handshake.check_challenge(self._answer(sock, deadline_s))
             if refusal is not None:
-                self._refused(refusal)
+                self._refused(handshake.believed(refusal))
             self._greet(sock, greeting, handshake.seal(greeting.encode()), deadline_s)
             message = self._answer(sock, deadline_s)
             answer = decode_answer(message.partition(b"\n")[0])
@@ -174,9 +174,11 @@ class SocketAttentionConnector(AttentionConnector):
                 self._say(sock, Refusal(str(error)).encode(), deadline_s)
             raise ConnectionRefused(f"{where} is not taken: {error}") from error
         except ProtocolError as error:
-            if error.field == "protocol":
-                self._mismatched([Mismatch("protocol", error.allowed, str(error.value))])
-            raise ConnectionRefused(f"{where} gave no greeting: {error}; another program has this address") from error
+            if error.other_version:
+                self._mismatched(error.other_version)
+            raise ConnectionRefused(
+                f"{where} gave no greeting: {error.plain}; another program has this address"
+            ) from error
         found = compare(greeting, answer)
         if found:
             self._mismatched(found)
@@ -196,7 +198,7 @@ class SocketAttentionConnector(AttentionConnector):
             f"the FFN server at {self._where} refused this server: {refusal.reason}", retry=refusal.retry
         )
 
-    def _mismatched(self, found: list[Mismatch]) -> NoReturn:
+    def _mismatched(self, found: Sequence[Mismatch]) -> NoReturn:
         listed = "; ".join(map(str, found))
         raise GreetingMismatch(
             f"the FFN server at {self._where} doesn't fit this attention server: {listed}; start both alike, "
@@ -216,7 +218,10 @@ class SocketAttentionConnector(AttentionConnector):
 
     def _check_open(self) -> None:
         if self._closing:
-            raise PeerLost(f"connection to {self._where}: this connector was closed meanwhile")
+            raise self._closed_meanwhile()
+
+    def _closed_meanwhile(self) -> PeerLost:
+        return PeerLost(f"connection to {self._where}: this connector was closed meanwhile")
 
     # Hops
 
@@ -238,6 +243,8 @@ class SocketAttentionConnector(AttentionConnector):
                 self._drop(str(error) or type(error).__name__)
                 if isinstance(error, PeerLost) or not isinstance(error, (OSError, EOFError, ProtocolError)):
                     raise
+                if self._closing:
+                    raise self._closed_meanwhile() from error
                 waited = (time.monotonic_ns() - started) / 1e9
                 late = isinstance(error, (_Late, TimeoutError))
                 what = "did not answer in time" if late else f"has gone or broke the protocol ({error})"

@@ -14,12 +14,11 @@ from dataclasses import replace
 from torch import Tensor
 
 from afdpatch.runtime.connectors._peer import Peer, Pending
-from afdpatch.runtime.connectors.base import FfnConnector, IncomingHop, InvalidHop, PeerInfo
-from afdpatch.runtime.events import Event, emit
+from afdpatch.runtime.connectors.base import FfnConnector, GreetingMismatch, IncomingHop, InvalidHop, PeerInfo
+from afdpatch.runtime.events import Event, emit, logfmt
 from afdpatch.runtime.protocol import (
     Greeting,
     Kind,
-    Mismatch,
     ProtocolError,
     Refusal,
     compare,
@@ -27,7 +26,7 @@ from afdpatch.runtime.protocol import (
     decode_answer,
     error_message,
 )
-from afdpatch.runtime.secret import Handshake, SecretError
+from afdpatch.runtime.secret import CROWDED, DRAINS, Handshake, SecretError
 from afdpatch.runtime.status import StatusPage
 
 _MAX_PENDING = 32
@@ -245,13 +244,13 @@ class SocketFfnConnector(FfnConnector):
             self._end_pending(pending, Refusal(pending.objection))
             return
         if len(self._pending) >= _MAX_PENDING:
-            text = f"{pending.who}: {_MAX_PENDING} connections wait for their greeting already; try again later"
-            self._end_pending(pending, Refusal(text, retry=True))
+            self._end_pending(pending, Refusal(CROWDED, retry=True))
             return
         self._pending[pending.fd] = pending
         self._poll.register(pending.fd, select.POLLIN)
 
     def _hear(self, pending: Pending) -> None:
+        refusal: Refusal | None = None
         try:
             message = pending.hear()
             if message is None:
@@ -259,37 +258,35 @@ class SocketFfnConnector(FfnConnector):
             if not message:
                 self._left(pending, "connection closed")
             elif self._draining:
-                self._end_pending(pending, Refusal("this FFN server is draining; try another, or later", retry=True))
+                refusal = Refusal(DRAINS, retry=True)
             elif not pending.challenged:
                 pending.say(pending.handshake.challenge(message))
                 pending.challenged = True
             else:
-                self._greet(pending, message)
+                refusal = self._greet(pending, message)
         except ProtocolError as error:
-            found = (Mismatch("protocol", error.allowed, str(error.value)),) if error.field == "protocol" else ()
-            self._end_pending(pending, Refusal(f"{pending.who}: {error}", found))
+            log.debug("%s: %s greeted wrongly: %s", self._where, pending.who, logfmt(error))
+            refusal = Refusal(f"{pending.who}: {error.plain}", error.other_version)
         except SecretError as error:
-            self._end_pending(pending, Refusal(str(error)))
+            refusal = Refusal(str(error))
         except OSError as error:
             self._left(pending, str(error))
+        if refusal is not None:
+            self._end_pending(pending, refusal)
 
-    def _greet(self, pending: Pending, message: bytes) -> None:
+    def _greet(self, pending: Pending, message: bytes) -> Refusal | None:
+        """Take the greeting, whose sender is a peer from now on; or why not."""
         assert self._greeting is not None
         if message.startswith(b'{"refused"'):
             said = decode_answer(message)
-            reason = said.reason if isinstance(said, Refusal) else "it doesn't say why"
-            self._end_pending(pending, Refusal(f"{pending.who} doesn't take this server: {reason}"))
-            return
+            reason = pending.handshake.believed(said).reason if isinstance(said, Refusal) else "it doesn't say why"
+            return Refusal(f"{pending.who} doesn't take this server: {reason}")
         theirs = Greeting.decode(pending.handshake.open(message))
         found = compare(self._greeting, theirs)
-        refusal: Refusal | None
         if found:
-            refusal = Refusal(f"attention rank {theirs.rank} doesn't fit this FFN server", tuple(found))
-        else:
-            refusal = self._claim(theirs)
-        if refusal is not None:
-            self._end_pending(pending, refusal)
-            return
+            return Refusal(f"attention rank {theirs.rank} doesn't fit this FFN server", tuple(found))
+        if (refusal := self._claim(theirs)) is not None:
+            return refusal
         peer = pending.become_peer(self._last_number + 1, theirs)
         try:
             own = replace(self._greeting, state="serving" if self._serving else "loading")
@@ -306,6 +303,7 @@ class SocketFfnConnector(FfnConnector):
             self._lost_ranks.discard(peer.rank)
             self._tell(Event.PEER_RETURNED, peer)
         log.info("attention rank %d (%s) connected at %s", peer.rank, peer.who, self._where)
+        return None
 
     def _claim(self, theirs: Greeting) -> Refusal | None:
         """Whether somebody else has the rank; an old connection of the same process, or of a dead one, makes room."""
@@ -337,7 +335,7 @@ class SocketFfnConnector(FfnConnector):
         for pending in list(self._pending.values()):
             if now_ns >= pending.deadline_s * 1e9:
                 text = f"{pending.who} sent no greeting within {self._greeting_timeout_s:g} s"
-                self._end_pending(pending, Refusal(text))
+                self._end_pending(pending, Refusal(text, retry=True))
         for peer in list(self._peers.values()):
             # Who waits for an answer need not speak.
             silent_ns = now_ns - max(peer.heard_ns, peer.answered_ns)
@@ -345,6 +343,11 @@ class SocketFfnConnector(FfnConnector):
                 self._lose(peer, f"it gave no sign of life for {silent_ns / 1e9:.1f} s")
 
     def _end_pending(self, pending: Pending, refusal: Refusal) -> None:
+        """Tell a connection why it isn't taken, and close it.
+
+        Raises:
+            GreetingMismatch: it was to be the first peer of this server's life, and doesn't fit it.
+        """
         self._forget(pending)
         self._refused("; ".join([refusal.reason, *map(str, refusal.mismatches)]), pending.who)
         try:
@@ -352,6 +355,13 @@ class SocketFfnConnector(FfnConnector):
         except OSError as error:
             log.debug("a refused process had gone: %s", error)
         pending.end()
+        if refusal.mismatches and pending.handshake.proved and not self._last_number:
+            listed = "; ".join(map(str, refusal.mismatches))
+            raise GreetingMismatch(
+                f"{pending.who} doesn't fit the FFN server at {self._where}, which has had no peer yet: {listed}; "
+                f"start both alike, with one afdpatch",
+                refusal.mismatches,
+            )
 
     def _forget(self, pending: Pending) -> None:
         if self._pending.pop(pending.fd, None) is not None:

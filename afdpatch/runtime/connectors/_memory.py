@@ -75,7 +75,11 @@ def close_all(fds: list[int]) -> None:
 
 
 class HopMemory:
-    """The memfd of one connection, mapped: ``a2f[i]`` and ``f2a[i]`` are [max_rows, hidden] views for micro-batch i."""
+    """The memfd of one connection, mapped.
+
+    Attributes:
+        views: for each micro-batch two tensors [max_rows, hidden], attention to FFN and back; none once closed.
+    """
 
     def __init__(self, fd: int, layout: Layout) -> None:
         """Map ``fd``, which stays the caller's."""
@@ -84,9 +88,10 @@ class HopMemory:
         dtype: torch.dtype = getattr(torch, layout.dtype)
         # Views made in inference mode could not be written to outside of it, and the caller's mode is none of ours.
         with torch.inference_mode(False):
-            indices = range(layout.micro_batches)
-            self.a2f = [self._view(dtype, layout.a2f_offset(index)) for index in indices]
-            self.f2a = [self._view(dtype, layout.f2a_offset(index)) for index in indices]
+            self.views: tuple[tuple[Tensor, Tensor], ...] = tuple(
+                (self._view(dtype, layout.a2f_offset(index)), self._view(dtype, layout.f2a_offset(index)))
+                for index in range(layout.micro_batches)
+            )
 
     def _view(self, dtype: torch.dtype, offset: int) -> Tensor:
         layout = self.layout
@@ -127,6 +132,5 @@ class HopMemory:
 
     def close(self) -> None:
         """Let go of the mapping, which goes with its last view: closing it under a tensor would end in SIGSEGV."""
-        self.a2f.clear()
-        self.f2a.clear()
+        self.views = ()
         self._map = None

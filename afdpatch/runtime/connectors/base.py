@@ -189,6 +189,10 @@ class FfnConnector(ABC):
 
         The oldest hop is always among them, with all others of its layer; the rest stay for the next calls.
         Empty after at most ``timeout_s`` seconds without a hop, or when woken.
+
+        Raises:
+            GreetingMismatch: who would have been the first peer ever doesn't fit, and was told so. Later ones are
+            refused and counted: others use this server.
         """
 
     @abstractmethod

@@ -84,10 +84,14 @@ class ShmAttentionConnector(SocketAttentionConnector):
     def _exchange(
         self, hidden: Tensor, rows: int, layer: int, micro_batch: int, sequence: int, step: int, deadline_ns: int
     ) -> Tensor:
+        # From here on nothing of this object that close(), in a signal handler, takes away.
         memory, sock = self._memory, self._sock
-        assert memory is not None and sock is not None
-        memory.a2f[micro_batch][:rows].copy_(hidden)
-        layout = memory.layout
+        views = memory.views if memory is not None else ()
+        if sock is None or not views:
+            raise EOFError("closed")
+        a2f, f2a = views[micro_batch]
+        a2f[:rows].copy_(hidden)
+        layout = self._layout
         width, nbytes = layout.hidden, rows * layout.row_bytes
         head = (MAGIC, PROTOCOL_VERSION)
         tail = (self._code, sequence, step, layer, micro_batch, rows, width)
@@ -97,7 +101,7 @@ class ShmAttentionConnector(SocketAttentionConnector):
         length = self._message(deadline_ns, self._spin_ns)
         if length != HEADER_BYTES or not self._in.startswith(self._expected):
             self._unexpected(length, layer, sequence, deadline_ns)
-        return memory.f2a[micro_batch][:rows].clone()
+        return f2a[:rows].clone()
 
     def _error_text(self, header: Header, length: int, deadline_ns: int) -> str:
         return error_text(memoryview(self._in)[:length])

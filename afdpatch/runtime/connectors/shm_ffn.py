@@ -88,12 +88,12 @@ class _ShmPeer(Peer):
         return header
 
     def hidden(self, header: Header) -> Tensor:
-        return self._memory.a2f[header.micro_batch][: header.rows]
+        return self._memory.views[header.micro_batch][0][: header.rows]
 
     def answer(self, header: Header, result: Tensor) -> None:
         memory = self._memory
         _, dtype, sequence, step, layer, micro_batch, rows, hidden, _, nbytes = header
-        memory.f2a[micro_batch][:rows].copy_(result)
+        memory.views[micro_batch][1][:rows].copy_(result)
         offset = memory.layout.f2a_offset(micro_batch)
         HEADER.pack_into(
             self._out, 0, MAGIC, PROTOCOL_VERSION, _REPLY,

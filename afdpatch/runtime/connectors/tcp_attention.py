@@ -125,7 +125,8 @@ class TcpAttentionConnector(SocketAttentionConnector):
         self, hidden: Tensor, rows: int, layer: int, micro_batch: int, sequence: int, step: int, deadline_ns: int
     ) -> Tensor:
         sock, layout = self._sock, self._layout
-        assert sock is not None
+        if sock is None:  # close(), in a signal handler
+            raise EOFError("closed")
         width, nbytes = layout.hidden, rows * layout.row_bytes
         head = (MAGIC, PROTOCOL_VERSION)
         tail = (self._code, sequence, step, layer, micro_batch, rows, width, 0, nbytes)
@@ -153,9 +154,10 @@ class TcpAttentionConnector(SocketAttentionConnector):
     def _error_text(self, header: Header, length: int, deadline_ns: int) -> str:
         if header.nbytes > MAX_ERROR_BYTES:
             raise ProtocolError("payload bytes", header.nbytes, f"at most {MAX_ERROR_BYTES} of an ERROR")
-        assert self._sock is not None
-        text = bytearray(header.nbytes)
-        self._fill(self._sock, memoryview(text), deadline_ns)
+        sock, text = self._sock, bytearray(header.nbytes)
+        if sock is None:
+            raise EOFError("closed")
+        self._fill(sock, memoryview(text), deadline_ns)
         return text.decode("utf-8", "replace")
 
 
