@@ -51,7 +51,7 @@ class AttentionWorker(AttentionRole, Worker):
         scheduled, connection = self._step
         if output is None or isinstance(output, LostStep) or not scheduled.total_num_scheduled_tokens:
             return output
-        checked = CheckedOutput(output, self.link.route, scheduled, connection)
+        checked = CheckedOutput(output, self, scheduled, connection)
         if isinstance(output, AsyncModelRunnerOutput):
             return checked
         result = checked.get_output()
@@ -66,12 +66,12 @@ class CheckedOutput(AsyncModelRunnerOutput):
     def __init__(
         self,
         output: Any,
-        route: StepRoute,
+        worker: AttentionRole,
         scheduled: "SchedulerOutput",
         connection: IpcAttentionConnector | None,
     ) -> None:
         self._output = output
-        self._route = route
+        self._worker = worker
         self._scheduled = scheduled
         self._connection = connection
 
@@ -81,9 +81,9 @@ class CheckedOutput(AsyncModelRunnerOutput):
         if isinstance(output, AsyncModelRunnerOutput):
             output = output.get_output()
         try:
-            self._route.check(self._connection)
+            self._worker.link.route.check(self._connection)
         except ConnectorError as error:
-            return LostStep(self._scheduled, f"{type(error).__name__}: {error}")
+            return self._worker.lost(self._scheduled, error)
         return output
 
 

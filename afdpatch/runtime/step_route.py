@@ -13,7 +13,7 @@ from torch import Tensor
 
 from afdpatch.runtime.config import AfdConfig
 from afdpatch.runtime.connectors.factory import gpu_connectors
-from afdpatch.runtime.connectors.ipc_attention import GpuEnd, IpcAttentionConnector, Replay, StepLost
+from afdpatch.runtime.connectors.ipc_attention import GpuEnd, IpcAttentionConnector, Replay
 from afdpatch.runtime.route import Route
 from afdpatch.runtime.status import StatusPage
 
@@ -56,12 +56,12 @@ class StepRoute(Route):
         """Whether the steps that were begun on a connection and have been waited for went well.
 
         Raises:
-            StepLost: what they gave is worthless.
+            StepLost: what they gave is worthless; another try may go well. FfnError: the same, and it wouldn't.
         """
-        why = connection.failure() if connection is not None else None
-        if why is None:
+        error = connection.failure() if connection is not None else None
+        if error is None:
             return
         for rank, connector in list(self._connections.items()):
             if connector is connection:
-                self._lose(rank, connector, why)
-        raise StepLost(f"the connection to the FFN server was lost under way: {why}; last: {self._last_error}")
+                self._lose(rank, connector, str(error))
+        raise type(error)(f"the step was lost under way: {error}; last: {self._last_error}")

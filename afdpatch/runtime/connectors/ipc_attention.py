@@ -18,9 +18,11 @@ from afdpatch.runtime.connectors._memory import send_greeting
 from afdpatch.runtime.connectors.base import (
     ConnectionRefused,
     ConnectorError,
+    FfnError,
     HopTimeout,
     InvalidHop,
     PeerLost,
+    StepLost,
     Unreachable,
 )
 from afdpatch.runtime.connectors.shm_attention import ShmAttentionConnector
@@ -37,10 +39,6 @@ from afdpatch.runtime.protocol import (
 )
 
 _HOP = int(Kind.HOP)
-
-
-class StepLost(ConnectorError):
-    """The step that this hop belongs to was lost before it; the next step goes over a new connection."""
 
 
 class Replay:
@@ -109,6 +107,8 @@ class IpcAttentionConnector(ShmAttentionConnector):
         self._hang_up: HangUp | None = None
         self._begun = False
         self._leaves = False
+        self._ended_well = False
+        self._failed: str | None = None  # what the FFN's host couldn't compute
 
     # Connecting
 
@@ -233,7 +233,8 @@ class IpcAttentionConnector(ShmAttentionConnector):
         if length >= HEADER_BYTES and Header.unpack(memoryview(self._in)[:length]).kind == Kind.BYE:
             self._leaves = True
         elif length >= HEADER_BYTES and Header.unpack(memoryview(self._in)[:length]).kind == Kind.ERROR:
-            raise EOFError(self._told(length))
+            self._failed = self._told(length)
+            raise EOFError(self._failed)
         else:
             super()._take_quiet(length)
 
@@ -242,22 +243,39 @@ class IpcAttentionConnector(ShmAttentionConnector):
         message = memoryview(self._in)[:length]
         return f"layer {Header.unpack(message).layer} can't be computed: {error_text(message)}"
 
-    def failure(self) -> str | None:
-        """Why the steps that were waited for are worthless, None if they went well: a look at host memory."""
+    def failure(self) -> ConnectorError | None:
+        """Why the steps that were waited for are worthless, None if they went well: a look at host memory.
+
+        `FfnError` for what the FFN's host couldn't compute, and `StepLost` for the rest, which may be repeated.
+        """
         with self._lock:
             buffers = self._end.buffers
             if self._sock is None or buffers is None:
-                return self._why_lost
+                return None if self._ended_well else self._verdict(self._why_lost)
             status = buffers.status()
             if status.code is HopCode.OK:
                 return None
             told = self._words() or "no word from the FFN server"
             late = f" within {self._end.hop_timeout_s:g} s" if status.code is HopCode.DEADLINE else ""
-            return f"{told}; on the GPU: {status}{late}"
+            return self._verdict(f"{told}; on the GPU: {status}{late}")
+
+    def _verdict(self, why: str) -> ConnectorError:
+        return FfnError(why) if self._failed is not None else StepLost(why)
 
     # The end
 
     def _end_with(self, why: str, kind: type[PeerLost] = PeerLost) -> NoReturn:
+        """End the connection before a step's announcement: every step that was announced is on the GPU.
+
+        They are waited for, each wait of theirs up to its deadline unless the peer has gone; a server that said goodbye
+        answers them first. So they count, unless one of them failed.
+        """
+        buffers = self._end.buffers
+        assert buffers is not None
+        if not self._leaves:
+            buffers.abort()
+        torch.cuda.synchronize(buffers.device)
+        self._ended_well = buffers.status().code is HopCode.OK
         self._drop(why)
         raise kind(f"{self.where}: {why}; look at that server's log, restart it if it has ended")
 

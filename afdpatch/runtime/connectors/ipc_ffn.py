@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import select
 import socket
 import time
 from collections import deque
@@ -144,13 +145,26 @@ class IpcFfnConnector(ShmFfnConnector):
     # The end
 
     def _let_go(self) -> None:
-        """While draining: a goodbye to every peer; it leaves before its next step, or is left once the GPU is idle."""
+        """While draining: a goodbye to every peer; it leaves before its next step, or is left once nothing is owed.
+
+        What it announced before it read the goodbye is computed: while some of that has arrived, or lies in the socket,
+        or is on the GPU, it stays.
+        """
+        owed = {hop.peer for hop in (*self._todo, *self._arrived)}
         for peer in list(self._peers.values()):
             if isinstance(peer, _IpcPeer) and not peer.let_go:
                 peer.let_go = True
                 self._send(peer, control(Kind.BYE))
-            elif torch.cuda.current_stream().query():
+                continue
+            owes = peer.number in owed or peer.unanswered or self._unread(peer)
+            if not owes and torch.cuda.current_stream().query():
                 self._drop(peer)
+
+    @staticmethod
+    def _unread(peer: Peer) -> bool:
+        poll = select.poll()
+        poll.register(peer.sock, select.POLLIN)
+        return bool(poll.poll(0))
 
     def _lose(self, peer: Peer, why: str) -> None:
         if isinstance(peer, _IpcPeer):
