@@ -330,7 +330,7 @@ class _Step:
 
     def __init__(self, since: float) -> None:
         self.since = since
-        self.done: torch.cuda.Event | None = None
+        self.done: Any = None  # torch.cuda.Event
 
 
 @functools.cache
@@ -344,7 +344,7 @@ _allowed = threading.local()
 
 
 def _allow_queries_during_captures() -> None:
-    """For this thread: a capture elsewhere forbids questions about events, unless the one who asks says it's all right."""
+    """For this thread: a capture elsewhere forbids questions about events to all who don't say that it's all right."""
     if getattr(_allowed, "yes", False):
         return
     _allowed.yes = True

@@ -293,7 +293,7 @@ class AfdConfig:
         return tuple(sorted(others, key=lambda rank: (min(abs(rank - home) for home in own), rank)))
 
     def ffn_address(self, ffn_rank: int) -> tuple[str, int]:
-        """(host, port) of an FFN server with connector ``tcp`` or ``nccl``: its entry of ``ffn_addresses``, or host and port + i.
+        """(host, port) of an FFN server over TCP: its entry of ``ffn_addresses``, or host and port + i.
 
         Raises:
             ConfigError: not the first rank of an FFN server.

@@ -148,9 +148,10 @@ class Greeting:
 
     ``layers`` are the indices of the decoder layers whose FFN is remote, ascending. ``max_rows`` is the most rows of
     one hop. ``dtype`` is torch's name of the hidden states' type without the ``torch.``. Digests are hex text.
-    ``tensor_parallel`` is the FFN server's size, which attention expects. ``communicator`` names NCCL's, 256 digits of
-    the attention side where the connector is `nccl`, and is empty elsewhere. ``instance`` names the process that runs: a
-    rank that connects again takes the place of its own old connection, another process that claims the rank doesn't.
+    ``tensor_parallel`` is the FFN server's size, which attention expects. ``communicator`` is the name of
+    NCCL's, 256 digits from the attention side with the connector `nccl`, and empty elsewhere. ``instance`` names the
+    process that runs: a rank that connects again takes the place of its own old connection, another process that claims
+    the rank doesn't.
 
     Raises:
         ProtocolError: a field of the wrong type or out of its limits.

@@ -1,5 +1,5 @@
-"""NCCL and CUDA that are neither: communicators move their rows over TCP on this host, and what stands for a GPU is done
-at once. The rest of the connector `nccl` runs as it is, in one process or in several.
+"""NCCL and CUDA that are neither: communicators move their rows over TCP on this host, what stands for a GPU is done at
+once. The rest of the connector `nccl` runs as it is, in one process or in several.
 
 As NCCL's, a communicator's name says where rank 0 is found; nothing tells one rank that the other has died; and what a
 graph captures isn't done before it is replayed.

@@ -153,7 +153,7 @@ def test_a_step_that_the_gpu_does_not_get_through_ends_at_the_deadline() -> None
 
 @pytest.mark.parametrize("keys", [{"host": "10.0.0.1"}, {"connector_extra_config": {"ffn_addresses": ["10.0.0.1:9"]}}])
 def test_between_hosts_it_wants_a_secret(keys: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="secret_file.*nccl"):
+    with pytest.raises(ConfigError, match=r"secret_file.*nccl"):
         AfdConfig.parse({"connector": "nccl", **keys})
     assert AfdConfig.parse({"connector": "nccl", "num_ffn_ranks": 3}).fallbacks_of(0) == ()
 

@@ -1,8 +1,8 @@
-"""What both sides of connectors between GPUs share: how a step is announced, the page of handles, the watch over a peer.
+"""What both sides of connectors between GPUs share: how a step is announced, the page of handles, the watch on a peer.
 
-Greeting and messages are those of `shm`. In the place of the payload's memfd goes one with the two handles of the GPU
-buffers; and the header of a HOP announces a whole step: the first layer, and in the place of the payload's offset how
-the step is launched. Payloads and flags go from GPU to GPU.
+Greeting and messages of `ipc` are those of `shm`, and in the place of the payload's memfd goes one with the two handles
+of the GPU buffers; `nccl` has those of `tcp`. The header of a HOP announces a whole step: the first layer, and in the
+place of the payload's offset how the step is launched. Payloads and flags go from GPU to GPU.
 """
 
 from __future__ import annotations

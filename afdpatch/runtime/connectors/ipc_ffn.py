@@ -202,7 +202,8 @@ class GpuPeer(Peer):
         return header
 
     def hidden(self, header: Header) -> Tensor:
-        return self.buffers.view(header.rows)
+        rows: Tensor = self.buffers.view(header.rows)
+        return rows
 
     def answer(self, header: Header, result: Tensor) -> None:
         self.buffers.send(result.contiguous(), header.layer, header.micro_batch)

@@ -74,7 +74,9 @@ class _NcclPending(TcpPending):
 
     def become_peer(self, number: int, greeting: Greeting) -> Peer:
         if not greeting.communicator:
-            raise ProtocolError("communicator", "none", "one, as this FFN server's connector is nccl; give both the same")
+            raise ProtocolError(
+                "communicator", "none", "one, as this FFN server's connector is nccl; give both the same"
+            )
         try:
             buffers = NcclBuffers.create(
                 greeting.max_rows,

@@ -47,7 +47,9 @@ class TcpPending(Pending):
 
     def become_peer(self, number: int, greeting: Greeting) -> Peer:
         if greeting.communicator:
-            raise ProtocolError("communicator", "one", "none, as this FFN server's connector is tcp; give both the same")
+            raise ProtocolError(
+                "communicator", "one", "none, as this FFN server's connector is tcp; give both the same"
+            )
         return _TcpPeer(self, number, greeting)
 
 
