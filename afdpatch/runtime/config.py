@@ -45,8 +45,6 @@ _CONNECTORS = {
     "P2pNcclAFDConnector": "shm",
     "GpuAsyncAFDConnector": "shm",
 }
-_OVER_TCP = ("tcp", "nccl")
-"""Transports whose hosts meet at an address and a port."""
 _PLUGIN_CONNECTORS = ("P2pNcclAFDConnector", "GpuAsyncAFDConnector")
 _ASYNC_CONNECTORS = ("GpuAsyncAFDConnector",)
 _ASCEND_CONNECTORS = ("CAMP2pAFDConnector", "CAMAsyncAFDConnector", "P2pHcclAFDConnector", "WindowAFDConnector")
@@ -195,7 +193,7 @@ class AfdConfig:
                 f"{self.ffn_tp} with num_ffn_ranks {self.num_ffn_ranks}",
                 "allowed: a divisor of num_ffn_ranks, which counts workers",
             )
-        if self.transport not in _OVER_TCP:
+        if not self.over_tcp:
             if self.ffn_addresses:
                 raise ConfigError(
                     "connector_extra_config.ffn_addresses",
@@ -254,6 +252,11 @@ class AfdConfig:
         """What carries the hops: ``"shm"`` or ``"tcp"`` between CPU processes (afd-plugin's names mean shm), ``"ipc"``
         between GPUs of one host, ``"nccl"`` between GPUs of several."""
         return _CONNECTORS[self.connector]
+
+    @property
+    def over_tcp(self) -> bool:
+        """Whether the two hosts meet at an address and a TCP port."""
+        return self.transport in ("tcp", "nccl")
 
     @property
     def num_ranks(self) -> int:
