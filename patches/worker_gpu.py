@@ -13,7 +13,7 @@ from afdpatch.patches.scheduler import LostStep
 from afdpatch.patches.worker import AttentionRole, FFNRole
 from afdpatch.runtime.connectors.base import ConnectorError, FfnConnector
 from afdpatch.runtime.connectors.factory import gpu_ffn_connector
-from afdpatch.runtime.connectors.ipc_attention import IpcAttentionConnector
+from afdpatch.runtime.connectors.ipc_attention import GpuAttentionConnector
 from afdpatch.runtime.status import StatusPage
 from afdpatch.runtime.step_route import StepRoute
 
@@ -25,7 +25,7 @@ class AttentionWorker(AttentionRole, Worker):
     """vLLM's CUDA worker as an attention server's. Hops are launches: what a step gave is checked once it is there."""
 
     make_route = StepRoute
-    _step: "tuple[SchedulerOutput, IpcAttentionConnector | None]"
+    _step: "tuple[SchedulerOutput, GpuAttentionConnector | None]"
 
     def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
         """vLLM's, and the check of what it returns."""
@@ -68,7 +68,7 @@ class CheckedOutput(AsyncModelRunnerOutput):
         output: Any,
         worker: AttentionRole,
         scheduled: "SchedulerOutput",
-        connection: IpcAttentionConnector | None,
+        connection: GpuAttentionConnector | None,
     ) -> None:
         self._output = output
         self._worker = worker
@@ -91,7 +91,7 @@ class FFNWorker(FFNRole, Worker):
     """vLLM's CUDA worker as an FFN server's."""
 
     def make_connector(self, page: StatusPage) -> FfnConnector:
-        """Steps are computed as they are announced; see `IpcFfnConnector`."""
+        """Steps are computed as they are announced; see `GpuFfnConnector`."""
         return gpu_ffn_connector(self.settings.config, self.link.rank, self.compute, self.freeze, page)
 
     @contextmanager

@@ -1,4 +1,5 @@
-"""AFD pairs on GPUs against stock vLLM: `python -m tests.gpu.matrix OUT [--seconds S] [--only WORD]`.
+"""AFD pairs on GPUs against stock vLLM: `python -m tests.gpu.matrix OUT [--seconds S] [--only WORD,...]
+[--connector ipc|nccl]`.
 
 For each model an FFN server on one GPU, and one after the other attention engines of both runners, eager and with
 graphs, on the other; stock engines beside them. Everything is logged to OUT, and OUT/results.json says what was equal.
@@ -71,8 +72,9 @@ SWITCHABLE = ("--worker-cls", "tests.gpu.workers.SwitchableFFNWorker")
 class Matrix:
     """All processes of a run, their logs and what they said."""
 
-    def __init__(self, out: Path, seconds: float) -> None:
+    def __init__(self, out: Path, seconds: float, connector: str = "ipc") -> None:
         self.out = out
+        self.connector = connector
         self.until = time.monotonic() + seconds
         self.started = time.monotonic()
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -114,7 +116,7 @@ class Matrix:
         """An FFN server whose FFNs can be zeroed."""
         words = [sys.executable, "-m", "afdpatch", "serve", "--role", "ffn", str(model), "--afd-port", str(afd_port)]
         afd = {
-            "connector": "ipc",
+            "connector": self.connector,
             "num_attention_ranks": attention_ranks,
             "connector_extra_config": {"hop_timeout_s": 60},
         }
@@ -190,7 +192,7 @@ class Matrix:
         afd = {
             "role": "attention",
             "port": afd_port,
-            "connector": "ipc",
+            "connector": self.connector,
             "connector_extra_config": {"hop_timeout_s": 60, "connect_timeout_s": 300},
         }
         if runner == "0":  # V1 compiles a kernel for two minutes for it
@@ -259,7 +261,7 @@ class Matrix:
         try:
             self.ffn(f"{full}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE, attention_ranks=2)
             spec: dict[str, Any] = {"model": str(folder), "cases": cases, "engine": ENGINE | MODES["graph"]}
-            afd = {"role": "attention", "port": afd_port, "connector": "ipc", "num_attention_ranks": 2}
+            afd = {"role": "attention", "port": afd_port, "connector": self.connector, "num_attention_ranks": 2}
             afd["connector_extra_config"] = {"hop_timeout_s": 60, "connect_timeout_s": 300}
             stock = self.driver(f"{full}-stock", spec, "1", runner)
             both = [
@@ -279,7 +281,7 @@ class Matrix:
         folder, afd_port, port = ROOT / "tests" / "models" / name, 4130, 4230
         cache = {"VLLM_CACHE_ROOT": str(self.out / "stale-cache")}
         other = cache | {"PYTHONPATH": f"{other_site}:{os.environ['PYTHONPATH']}"}
-        afd = {"role": "attention", "port": afd_port, "connector": "ipc"}
+        afd = {"role": "attention", "port": afd_port, "connector": self.connector}
         afd["connector_extra_config"] = {"hop_timeout_s": 60, "connect_timeout_s": 300}
         engine = ENGINE | {"compilation_config": {k: v for k, v in GRAPHS.items() if k != "mode"}}
         spec: dict[str, Any] = {"model": str(folder), "cases": ["batch:1"], "engine": engine, "afd": afd}
@@ -352,7 +354,8 @@ class Matrix:
             "model": str(folder), "engine": engine, "batches": [1, 16, 32, 64, 128], "context": 1024, "tokens": 80,
             "repeats": 3,
         }  # fmt: skip
-        afd = {"role": "attention", "port": 4110, "connector": "ipc", "connector_extra_config": {"hop_timeout_s": 60}}
+        afd = {"role": "attention", "port": 4110, "connector": self.connector}
+        afd["connector_extra_config"] = {"hop_timeout_s": 60}
         self.large = {}
         for name, more in (("large-afd", {"afd": afd}), ("large-stock", {})):
             own = spec | more | {"go": str(self.out / f"{name}.go")}
@@ -383,7 +386,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=400)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="chains whose name, such as qwen3-moe-v2, has one of these words")
+    parser.add_argument("--connector", default="ipc", choices=("ipc", "nccl"))
     parser.add_argument("--large", default="", help="runner (0, 1) and c for compiled, such as 0c")
     parser.add_argument("--two", default="", help="the model of two attention servers at one FFN server")
     parser.add_argument("--stale", default="", help="a folder with afdpatch under another manifest")
@@ -391,7 +395,7 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    matrix = Matrix(args.out, args.seconds)
+    matrix = Matrix(args.out, args.seconds, args.connector)
     chains = [(model, runner) for model in ("qwen3-moe", "deepseek-v2") for runner in ("1", "0")]
     threads = [
         threading.Thread(
@@ -400,7 +404,7 @@ def main() -> None:
             daemon=True,
         )
         for index, (model, runner) in enumerate(chains)
-        if args.only in f"{model}-v{int(runner) + 1}"
+        if any(word in f"{model}-v{int(runner) + 1}" for word in args.only.split(","))
     ]
     if args.two:
         threads.append(threading.Thread(target=matrix.two, args=(args.two, "1", ["batch:5", "batch:16", "totals"])))

@@ -270,7 +270,7 @@ def test_a_draining_server_keeps_a_peer_to_whom_it_owes_a_step(
     pair.loop.stop()
     connector: Any = pair.loop._connector
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    peer: Any = object.__new__(ipc_ffn._IpcPeer)
+    peer: Any = object.__new__(ipc_ffn.GpuPeer)
     peer.number, peer.unanswered, peer.let_go, peer.sock = 7, set(), True, ours
     dropped: list[Any] = []
     connector._drop = dropped.append
