@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from afdpatch.cli import client
+from tests.e2e.sameness import tokens_of
 from tests.gpu.judge import judge
 from tests.gpu.tpot import make_model
 
@@ -212,7 +214,8 @@ class Matrix:
                 if same is not None and seen is not None:
                     self.results[full]["ffn hops"] = self.hops(port)
                 self.say(f"{full}: {json.dumps(self.results[full])[:600]}")
-            self.kill_attention(chain, folder, afd, server, runner, port)
+            for mode in MODES:
+                self.kill_attention(chain, folder, afd, mode, server, runner, port)
             for mode in ("graph", "eager"):
                 server = self.survive(chain, folder, afd, mode, server, runner, afd_port, port)
         except Exception:
@@ -230,7 +233,7 @@ class Matrix:
         afd_port: int,
         port: int,
     ) -> "subprocess.Popen[bytes]":
-        """Kill the FFN server while a batch is generated, and start another: the engine goes on."""
+        """Kill the FFN server while a batch is generated, and start another: the batch goes on and ends whole."""
         full = f"{chain}-{mode}-survive"
         if self.left() < 60:
             return server
@@ -295,10 +298,16 @@ class Matrix:
                 for step, more in steps:
                     full = f"stale-{label}-{step}"
                     process = self.driver(full, spec | more, "0,1", "1", **environment)
-                    self.finish(full, process, 200)
+                    seen = self.finish(full, process, 200)
                     log = (self.out / f"{full}.log").read_text(errors="replace")
-                    lines = [line for line in log.splitlines() if "cache" in line and "ompil" in line]
-                    found[f"{label} {step}"] = [line[-260:] for line in lines if "autotune" not in line][:6]
+                    found[f"{label} {step}"] = {
+                        "folders": sorted(
+                            set(re.findall(r"(?:torch_aot_compile|torch_compile_cache)/[0-9a-f]{8,}", log))
+                        ),
+                        "loaded": "Directly load AOT compilation" in log,
+                        "compilation_s": re.findall(r"torch.compile took ([0-9.]+) s", log),
+                        "tokens": tokens_of(seen["cases"]["batch:1"]) if seen else None,
+                    }
                     self.say(f"{full}: {found[f'{label} {step}']}")
                 self.kill(server)
         except Exception:
@@ -311,13 +320,20 @@ class Matrix:
         return client.total(client.metrics(f"http://127.0.0.1:{port}"), "afd_hops_total") or 0.0
 
     def kill_attention(
-        self, chain: str, folder: Path, afd: dict[str, Any], server: "subprocess.Popen[bytes]", runner: str, port: int
+        self,
+        chain: str,
+        folder: Path,
+        afd: dict[str, Any],
+        mode: str,
+        server: "subprocess.Popen[bytes]",
+        runner: str,
+        port: int,
     ) -> None:
-        """Kill the attention process while a batch is generated from graphs."""
-        full = f"{chain}-graph-kill-attention"
+        """Kill the attention process while a batch is generated."""
+        full = f"{chain}-{mode}-kill-attention"
         if self.left() < 40:
             return
-        spec = {"model": str(folder), "cases": ["forever"], "engine": ENGINE | MODES["graph"], "afd": afd}
+        spec = {"model": str(folder), "cases": ["forever"], "engine": ENGINE | MODES[mode], "afd": afd}
         process = self.driver(full, spec, "0,1", runner)
         if not (self.wait_for(full, "CASE forever", 120, process) and self.wait_for_hops(port, process)):
             self.results[full] = "it never generated"
