@@ -36,6 +36,7 @@ class LosingWorker(AttentionWorker, Worker):  # type: ignore[misc]
         self._lost, self._losses = None, 0
         self.plan: dict[int, str] = {}
         self.number, self.how = 0, ""
+        self.runs_all = False  # negative control: also steps that were scheduled before a loss was known
         self.lost_rows: list[int] = []
         route = SimpleNamespace(under_way=None, check=self._check)
         self.link = SimpleNamespace(route=route, step=self._one_step)  # type: ignore[assignment]
@@ -67,6 +68,8 @@ class LosingWorker(AttentionWorker, Worker):  # type: ignore[misc]
             if self.how:
                 self.lost_rows.append(scheduler_output.total_num_scheduled_tokens)
         self.link.route.under_way = self.how == "late"
+        if self.runs_all:
+            self._losses = 0
         return super().execute_model(scheduler_output)
 
     def _spoil(self, module: Any, args: Any, output: Any) -> Any:
@@ -118,6 +121,7 @@ def main() -> None:
         return [show(output) for output in llm.generate(prompts, params, use_tqdm=False)]
 
     worker.prepare({})
+    worker.runs_all = spec.get("runs_all", False)
     found: dict[str, Any] = {
         "runner": type(worker.model_runner).__module__,
         "async": engine.vllm_config.scheduler_config.async_scheduling,
@@ -127,7 +131,7 @@ def main() -> None:
     for name, plan in spec["plans"].items():
         worker.prepare({int(step): how for step, how in plan.items()})
         worker.lost_rows = []
-        found["plans"][name] = {"outputs": generate(), "left": len(worker.plan), "rows": worker.lost_rows}
+        found["plans"][name] = {"outputs": generate(), "left": len(worker.plan), "rows": [*worker.lost_rows]}
         print(f"PLAN {name}", flush=True)
     worker.prepare({5: "late"})
     seeded = generate(

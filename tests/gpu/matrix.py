@@ -24,7 +24,6 @@ from typing import Any
 from afdpatch.cli import client
 from tests.e2e.sameness import tokens_of
 from tests.gpu.judge import judge
-from tests.gpu.tpot import make_model
 
 ROOT = Path(__file__).parents[2]
 LOST = "event=peer_lost"
@@ -82,8 +81,6 @@ class Matrix:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.results: dict[str, Any] = {}
         self.lock = threading.Lock()
-        self.large: dict[str, subprocess.Popen[bytes]] = {}
-        self.large_ffn: subprocess.Popen[bytes] | None = None
 
     def left(self) -> float:
         """Seconds until this run ends."""
@@ -347,48 +344,6 @@ class Matrix:
         self.results[full] = {"ffn noticed": gone, "s": round(time.monotonic() - at, 3)}
         self.say(f"{full}: {self.results[full]}")
 
-    def big_start(self, runner: str, compiled: bool) -> None:
-        """Start the large model's engines; they wait to be told to measure."""
-        folder = make_model(self.out / "large", ROOT / "tests" / "models" / "deepseek-v2")
-        self.large_ffn = self.ffn(
-            "large-ffn", folder, 4110, 4210, "1,0", "--load-format", "dummy", "--max-num-seqs", "128"
-        )
-        engine = {
-            "dtype": "bfloat16",
-            "load_format": "dummy",
-            "max_model_len": 2048,
-            "max_num_seqs": 128,
-            "max_num_batched_tokens": 8192,
-            "kv_cache_memory_bytes": 8 << 30,
-            "gpu_memory_utilization": 0.3,
-            "enable_prefix_caching": False,
-            "compilation_config": GRAPHS | {"cudagraph_capture_sizes": [1, 16, 32, 64, 128]},
-        }
-        if compiled:
-            del engine["compilation_config"]["mode"]
-        spec = {
-            "model": str(folder), "engine": engine, "batches": [1, 16, 32, 64, 128], "context": 1024, "tokens": 80,
-            "repeats": 3,
-        }  # fmt: skip
-        afd = {"role": "attention", "port": 4110, "connector": self.connector}
-        afd["connector_extra_config"] = {"hop_timeout_s": 60}
-        self.large = {}
-        for name, more in (("large-afd", {"afd": afd}), ("large-stock", {})):
-            own = spec | more | {"go": str(self.out / f"{name}.go")}
-            (self.out / f"{name}.spec.json").write_text(json.dumps(own))
-            command = [sys.executable, "-m", "tests.gpu.tpot", f"{name}.spec.json", f"{name}.json"]
-            self.large[name] = self.start(name, command, "0,1", VLLM_USE_V2_MODEL_RUNNER=runner)
-
-    def big_measure(self) -> None:
-        """One after the other, nothing beside it."""
-        for name, process in self.large.items():
-            if not self.wait_for(name, "STARTED", 200, process):
-                self.say(f"{name}: not started")
-                continue
-            (self.out / f"{name}.go").write_text("")
-            self.results[name] = self.finish(name, process, 100)
-            self.say(f"{name}: {json.dumps(self.results[name])}")
-
     def end(self) -> None:
         """Nothing outlives the run."""
         for process in self.processes:
@@ -404,10 +359,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=400)
     parser.add_argument("--only", default="", help="chains whose name, such as qwen3-moe-v2, has one of these words")
     parser.add_argument("--connector", default="ipc", choices=("ipc", "nccl"))
-    parser.add_argument("--large", default="", help="runner (0, 1) and c for compiled, such as 0c")
     parser.add_argument("--two", default="", help="the model of two attention servers at one FFN server")
     parser.add_argument("--stale", default="", help="a folder with afdpatch under another manifest")
-    parser.add_argument("--large-seconds", type=float, default=100)
     parser.add_argument("--cases", default=",".join(CASES))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -428,19 +381,10 @@ def main() -> None:
         threads.append(threading.Thread(target=matrix.stale, args=("qwen3-moe", args.stale)))
     for thread in threads:
         thread.daemon = True
-    if args.large:
-        matrix.big_start(args.large[0], "c" in args.large)
-        matrix.until -= args.large_seconds
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(matrix.left())
-    if args.large:
-        for process in matrix.processes:  # nothing beside the measurement
-            if process not in matrix.large.values() and process is not matrix.large_ffn:
-                matrix.kill(process)
-        matrix.until += args.large_seconds
-        matrix.big_measure()
     matrix.end()
 
 
