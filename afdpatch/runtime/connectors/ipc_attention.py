@@ -116,8 +116,7 @@ class GpuAttentionConnector(SocketAttentionConnector):
     _begun = False
     _leaves = False
     _ended_well = False
-    _failed: str | None = None
-    """What the FFN's host couldn't compute."""
+    _failed: str | None = None  # what the FFN's host couldn't compute
 
     @abstractmethod
     def _meet(self, sock: socket.socket, deadline_s: float) -> None:
