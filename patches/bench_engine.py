@@ -23,8 +23,10 @@ def main() -> None:
             import afdpatch  # noqa: F401
         from vllm import LLM
 
-        additional = {"additional_config": {"afd": spec["afd"]}} if spec["afd"] else {}
-        engine = LLM(model=spec["model"], **spec["engine"], **additional).llm_engine
+        arguments: dict[str, Any] = spec["engine"]
+        if spec["afd"]:
+            arguments["additional_config"] = {"afd": spec["afd"]}
+        engine = LLM(model=spec["model"], **arguments).llm_engine
         _say(line, {"vllm": sys.modules["vllm"].__version__})
         for order in iter(line.readline, ""):
             _say(line, {"steps_ms": steps(engine, **json.loads(order))})
