@@ -133,6 +133,7 @@ def main() -> None:
         worker.lost_rows = []
         found["plans"][name] = {"outputs": generate(), "left": len(worker.plan), "rows": [*worker.lost_rows]}
         print(f"PLAN {name}", flush=True)
+    Path(sys.argv[2]).write_text(json.dumps(found))
     worker.prepare({5: "late"})
     seeded = generate(
         prompts[:3], seed=7, temperature=0.8
