@@ -1,5 +1,5 @@
-"""NCCL and CUDA that are neither: communicators move their rows over TCP on this host, what stands for a GPU is done at
-once. The rest of the connector `nccl` runs as it is, in one process or in several.
+"""NCCL and CUDA that are neither: communicators move their rows over TCP on this host, what stands for a stream
+is a thread. The rest of the connector `nccl` runs as it is, in one process or in several.
 
 As NCCL's, a communicator's name says where rank 0 is found; nothing tells one rank that the other has died; and what a
 graph captures isn't done before it is replayed.
@@ -11,12 +11,14 @@ import contextlib
 import ctypes
 import itertools
 import os
+import queue
 import secrets
 import select
 import socket
 import struct
 import threading
 import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -41,34 +43,40 @@ def new_id() -> bytes:
     return name
 
 
+def own_rank() -> int:
+    """Which side this thread belongs to: a process may have both, and each has a GPU of its own."""
+    return int(threading.current_thread().name in ("afd-ffn-loop", "afd-nccl-join"))
+
+
 class StandInCommunicator:
-    """As `Communicator`: work is done by a thread, and `state` says IN_PROGRESS until it is done."""
+    """As `Communicator`. What it is asked for is done in order by a thread, which is the stream; nobody waits for that."""
 
     def __init__(self, identity: bytes, rank: int) -> None:
-        self._gone = threading.Event()
+        self.rank = rank
+        self.gone = threading.Event()
+        self.asked = self.done = 0
         self._sock: socket.socket | None = None
-        self._state = SUCCESS
-        living.add(self)
-        self._do(lambda: self._join(identity, rank))
-
-    def _do(self, work: Callable[[], None]) -> None:
         self._state = IN_PROGRESS
+        self._work: queue.Queue[Callable[[], None]] = queue.Queue()
+        living.add(self)
+        threading.Thread(target=self._run, args=(identity,), daemon=True).start()
 
-        def run() -> None:
-            work()
-            self._state = SUCCESS
+    def _run(self, identity: bytes) -> None:
+        self._join(identity)
+        self._state = SUCCESS
+        while not self.gone.is_set():
+            with contextlib.suppress(queue.Empty):
+                self._work.get(timeout=0.02)()
+                self.done += 1
 
-        threading.Thread(target=run, daemon=True).start()
-
-    def _join(self, identity: bytes, rank: int) -> None:
+    def _join(self, identity: bytes) -> None:
         port, secret = _NAME.unpack_from(identity)
-        if rank == 1:
+        if self.rank == 1:
             self._sock = socket.create_connection(("127.0.0.1", port))
             self._sock.sendall(secret)
             return
-        listener = _listeners.pop(identity)
-        with listener:
-            while not self._gone.is_set():
+        with _listeners.pop(identity) as listener:
+            while not self.gone.is_set():
                 if select.select([listener], [], [], 0.02)[0]:
                     self._sock, _ = listener.accept()
                     assert self._sock.recv(30, socket.MSG_WAITALL) == secret
@@ -79,33 +87,67 @@ class StandInCommunicator:
 
     def send(self, pointer: int, numbers: int, dtype: str, stream: int) -> None:
         if not getattr(CAPTURING, "yes", False):
-            data = ctypes.string_at(pointer, numbers * ITEM_BYTES[dtype])
-            self._do(lambda: self._move(memoryview(data), False))
+            room = (ctypes.c_char * (numbers * ITEM_BYTES[dtype])).from_address(pointer)
+            self._ask(lambda: self._move(memoryview(room).cast("B"), False))
 
     def receive(self, pointer: int, numbers: int, dtype: str, stream: int) -> None:
         if not getattr(CAPTURING, "yes", False):
             room = (ctypes.c_char * (numbers * ITEM_BYTES[dtype])).from_address(pointer)
-            self._do(lambda: self._move(memoryview(room).cast("B"), True))
+            self._ask(lambda: self._move(memoryview(room).cast("B"), True))
+
+    def _ask(self, work: Callable[[], None]) -> None:
+        self.asked += 1
+        self._work.put(work)
 
     def _move(self, left: memoryview, receiving: bool) -> None:
         sock = self._sock
         assert sock is not None
         ways = ([sock], [], [], 0.02) if receiving else ([], [sock], [], 0.02)
-        with contextlib.suppress(OSError):
-            while left and not self._gone.is_set():
+        with contextlib.suppress(OSError, ValueError):
+            while left and not self.gone.is_set():
                 if any(select.select(*ways)[:2]):
                     count = sock.recv_into(left) if receiving else sock.send(left, socket.MSG_DONTWAIT)
                     if not count:
                         break
                     left = left[count:]
-                    continue
-        self._gone.wait(60 if left else 0)  # NCCL waits for a dead peer until it is aborted
+        if left:
+            self.gone.wait(120)  # NCCL waits for a dead peer until it is aborted
 
     def abort(self) -> None:
-        self._gone.set()
+        self.gone.set()
         if self._sock is not None:
             self._sock.close()
         living.discard(self)
+
+
+class StandInBuffers(nccl.NcclBuffers):
+    """They keep the tensors that a stream of threads may still need."""
+
+    def __init__(self, *sizes: Any, **more: Any) -> None:
+        self.kept: deque[torch.Tensor] = deque(maxlen=100)
+        super().__init__(*sizes[:4], torch.device("cpu"), **more)
+
+    def _move(self, what: str, tensor: torch.Tensor, *rest: Any) -> None:
+        self.kept.append(tensor)
+        super()._move(what, tensor, *rest)
+
+
+class StandInEvent:
+    """Something in a side's stream."""
+
+    def record(self, stream: object) -> None:
+        self.behind = [(each, each.asked) for each in list(living) if each.rank == own_rank()]
+
+    def query(self) -> bool:
+        return all(each.done >= asked or each.gone.is_set() for each, asked in self.behind)
+
+
+def synchronize(*device: object) -> None:
+    """Until a side's stream is through, or all that is in it aborted."""
+    event, pause = StandInEvent(), threading.Event()
+    event.record(None)
+    while not event.query():
+        pause.wait(0.005)
 
 
 class StandInGraph:
@@ -127,16 +169,6 @@ class StandInGraph:
         self.step()
 
 
-class StandInEvent:
-    """What it is behind is done."""
-
-    def record(self, stream: object) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-
 def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     """Put them in the place of the real ones."""
     stream = types.SimpleNamespace(cuda_stream=0, query=lambda: True)
@@ -151,16 +183,12 @@ def install(patch: Callable[[Any, str, Any], None] = setattr) -> None:
         "current_stream": lambda *device: stream,
         "is_current_stream_capturing": lambda: getattr(CAPTURING, "yes", False),
         "graph_pool_handle": lambda: next(counter),
-        "synchronize": lambda *device: None,
+        "synchronize": synchronize,
     }.items():
         patch(torch.cuda, name, value)
     patch(nccl, "Communicator", StandInCommunicator)
     patch(nccl, "new_id", new_id)
-
-    def create(*sizes: Any, **more: Any) -> nccl.NcclBuffers:
-        return nccl.NcclBuffers(*sizes[:4], torch.device("cpu"), **more)
-
-    patch(nccl.NcclBuffers, "create", staticmethod(create))
+    patch(nccl.NcclBuffers, "create", staticmethod(StandInBuffers))
 
     def capture(self: GpuFfnConnector, peer: Any, rows: int) -> None:
         def step() -> None:
@@ -190,6 +218,7 @@ def main() -> None:
     never = threading.Event()
 
     def compute(layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        synchronize()  # a CPU computes at once
         if layer == LAYERS[1] and len(hidden) == 13:
             print("stuck", flush=True)
             never.wait()

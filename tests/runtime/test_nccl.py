@@ -92,7 +92,7 @@ def pair_of_buffers(deadline_s: float = 5.0) -> tuple[NcclBuffers, NcclBuffers]:
     name = sides[0].handle()
     for side in sides:
         side.open(name)
-    other = threading.Thread(target=sides[1].join, args=(time.monotonic() + 10,))
+    other = threading.Thread(target=sides[1].join, args=(time.monotonic() + 10,), name="afd-nccl-join")
     other.start()
     sides[0].join(time.monotonic() + 10)
     other.join()
@@ -103,7 +103,8 @@ def test_rows_go_both_ways_and_after_an_abort_nothing_does_anything() -> None:
     first, second = pair_of_buffers()
     rows = torch.arange(24.0).view(3, HIDDEN)
     first.send(rows, 0)
-    assert torch.equal(second.receive(3, 0), rows)
+    received = second.receive(3, 0)
+    until(lambda: torch.equal(received, rows), "the rows at the other side")
     with pytest.raises(HopError, match=r"found \[3, 4\]"):
         first.send(torch.zeros(3, 4), 0)
     first.abort()
@@ -118,7 +119,7 @@ def test_rows_go_both_ways_and_after_an_abort_nothing_does_anything() -> None:
 def test_a_peer_that_never_joins_ends_the_wait_at_its_deadline() -> None:
     side = NcclBuffers.create(16, HIDDEN, "float32", 1, torch.device("cpu"), initiator=True, deadline_s=5.0)
     side.open(side.handle())
-    with pytest.raises(HopError, match="joining"):
+    with pytest.raises(HopError, match="joining the communicator: NCCL's own work: not done in time"):
         side.join(time.monotonic() + 0.2)
     assert side.status().code is HopCode.DEADLINE
     side.close()
@@ -178,7 +179,10 @@ class Pair:
     """An FFN loop and a route."""
 
     def __init__(self) -> None:
-        self.config = AfdConfig.parse(configuration(free_port()))
+        port = free_port()
+        self.config = AfdConfig.parse(configuration(port))
+        self.impatient = AfdConfig.parse(configuration(port, hop_timeout_s=1.0))
+        self.patience = self.config
         self.attention_page, self.ffn_page = StatusPage.create("attention"), StatusPage.create("ffn")
         self.fails = False
         self.frozen: list[bool] = []
@@ -188,12 +192,13 @@ class Pair:
         self.route.wait_ready()
 
     def start_ffn(self) -> None:
-        connector = gpu_ffn_connector(self.config, 0, self.compute, self.frozen.append, self.ffn_page)
+        connector = gpu_ffn_connector(self.patience, 0, self.compute, self.frozen.append, self.ffn_page)
         self.loop = FfnLoop(connector, self.compute, self.ffn_page, greeting("ffn"))
         self.loop.start()
         self.loop.serve()
 
     def compute(self, layer: int, hidden: Tensor) -> Tensor:
+        torch.cuda.synchronize()  # a CPU computes at once
         if self.fails:
             raise ValueError("it can't be computed")
         return hidden * (layer + 2)
@@ -212,11 +217,12 @@ def pair() -> Iterator[Pair]:
 
 def step(route: StepRoute, rows: int) -> float:
     """A step as a forward makes it."""
-    hidden = torch.ones(rows, HIDDEN)
+    hidden = [torch.ones(rows, HIDDEN)]
     for layer in LAYERS:
-        hidden = route.hop(hidden, layer)
+        hidden.append(route.hop(hidden[-1], layer))
+    torch.cuda.synchronize()
     route.check(route.under_way)
-    return float(hidden[0, 0])
+    return float(hidden[-1][0, 0])
 
 
 def capture(route: StepRoute, rows: int) -> None:
@@ -230,12 +236,13 @@ def capture(route: StepRoute, rows: int) -> None:
 def replay(route: StepRoute, rows: int) -> float:
     """A replayed step: what the graph's launches do."""
     assert route.begin_replay(rows)
-    hidden = torch.ones(rows, HIDDEN)
+    hidden = [torch.ones(rows, HIDDEN)]
     for layer in LAYERS:
-        hidden = route._gpu.buffers.exchange(hidden, layer, 0, torch.empty_like(hidden))
+        hidden.append(route._gpu.buffers.exchange(hidden[-1], layer, 0, torch.empty_like(hidden[-1])))
     route.end_replay()
+    torch.cuda.synchronize()
     route.check(route.under_way)
-    return float(hidden[0, 0])
+    return float(hidden[-1][0, 0])
 
 
 def test_steps_are_hopped_and_counted_on_both_sides(pair: Pair) -> None:
@@ -277,6 +284,30 @@ def test_graphs_end_with_their_connection_and_steps_go_on_eagerly_and_counted(pa
     assert step(pair.route, 8) == SENT
     assert not pair.route.graphs_stand()
     assert pair.attention_page.snapshot().errors == errors + 2
+
+
+def test_an_ffn_server_ends_a_step_that_its_peer_does_not_go_on_with(pair: Pair) -> None:
+    pair.loop.stop()
+    pair.patience = pair.impatient
+    pair.start_ffn()
+    assert step(pair.route, 2) == SENT
+    (peer,) = pair.loop._connector._peers.values()  # type: ignore[attr-defined]
+    half = pair.route.hop(torch.ones(2, HIDDEN), 0)
+    until(lambda: peer.buffers.status().code is HopCode.DEADLINE, "the end of the step at the FFN")
+    with pytest.raises(StepLost):  # only then does its host hear of it
+        step(pair.route, 2)
+    assert step(pair.route, 2) == SENT and half is not None
+
+
+def test_an_ffn_server_lets_go_of_a_peer_whose_connection_breaks_in_a_step(pair: Pair) -> None:
+    half = pair.route.hop(torch.ones(2, HIDDEN), 0)
+    begun = pair.route.under_way
+    assert begun is not None and begun._sock is not None
+    begun._sock.shutdown(socket.SHUT_RDWR)
+    until(lambda: pair.ffn_page.snapshot().peers == 0, "no peer at the FFN", 3.0)
+    with pytest.raises(StepLost):
+        pair.route.check(begun)
+    assert step(pair.route, 2) == SENT and half is not None
 
 
 def test_a_draining_server_lets_its_peer_go_between_steps(pair: Pair) -> None:
