@@ -49,7 +49,7 @@ def own_rank() -> int:
 
 
 class StandInCommunicator:
-    """As `Communicator`. What it is asked for is done in order by a thread, which is the stream; nobody waits for that."""
+    """As `Communicator`. A thread does what it is asked for, in order, and is the stream; nobody waits for that."""
 
     def __init__(self, identity: bytes, rank: int) -> None:
         self.rank = rank
