@@ -71,6 +71,7 @@ class NcclBuffers:
         self._code = HopCode.OK
         self._why = ""
         self._open = False
+        self._name = b""
         self._captured = False  # by a graph of somebody else, which an abort waits for
         self._keeper: torch.cuda.CUDAGraph | None = None
         self._ending: threading.Thread | None = None
@@ -98,7 +99,7 @@ class NcclBuffers:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a communicator, or one was begun."""
+        """Whether there is a communicator, or the name of one."""
         return self._open
 
     @staticmethod
@@ -107,31 +108,33 @@ class NcclBuffers:
         return new_id()
 
     def open(self, handle: bytes) -> None:
-        """Begin to join the communicator of this name; `join` has to follow, on both sides at about the same time.
+        """Take the name of a communicator; `join` has to follow, on both sides at about the same time.
 
         Raises:
-            HopError: joined already. NcclError: it can't be begun.
+            HopError: there is one already.
         """
         if self._open:
             raise HopError("open: expected buffers without a communicator, found one; call disconnect first")
         self._code, self._why = HopCode.OK, ""
         self._steps.clear()
         self._captured = False
-        with torch.cuda.device(self.device):
-            self._comm = Communicator(handle, 0 if self.initiator else 1)
+        self._name = handle
         self._open = True
 
     def join(self, deadline_s: float, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until the communicator is there and rows have gone both ways, so that no later launch waits for a peer.
+        """Join, and wait until rows have gone both ways, so that no later launch waits for a peer on the host.
 
         Args:
             deadline_s: CLOCK_MONOTONIC in seconds.
             check: called while it waits; what it raises ends the wait.
 
         Raises:
-            HopError: late, or aborted, or NCCL failed. The communicator is aborted then.
+            HopError: late, or aborted, or NCCL failed. NcclError: it can't even be begun. It is aborted then.
         """
         try:
+            with torch.cuda.device(self.device), self._lock:
+                if self._code is HopCode.OK:
+                    self._comm = Communicator(self._name, 0 if self.initiator else 1)
             self._settle(deadline_s, check)
             with torch.cuda.device(self.device), torch.inference_mode(False):
                 # Of another pool than the streams that compute, which a capture mustn't meet.

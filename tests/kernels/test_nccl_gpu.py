@@ -202,6 +202,10 @@ def test_a_peer_that_is_killed_in_a_step_leaves_the_gpu_usable_and_another_is_jo
     sent = torch.randn(8, HIDDEN, device="cuda").bfloat16()
     kept = None
     with torch.inference_mode():
+        # CUDA loads a kernel at its first use, which would wait for the hops below.
+        first.tell("step", 8)
+        assert torch.equal(hops(ours, sent), sent)
+        first.done()
         if mode == "graph":
             kept = captured(ours, first, sent)
             first.tell("replay", 8)

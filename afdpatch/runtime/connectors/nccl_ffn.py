@@ -77,19 +77,16 @@ class _NcclPending(TcpPending):
             raise ProtocolError(
                 "communicator", "none", "one, as this FFN server's connector is nccl; give both the same"
             )
-        try:
-            buffers = NcclBuffers.create(
-                greeting.max_rows,
-                greeting.hidden_size,
-                greeting.dtype,
-                greeting.micro_batches,
-                torch.device("cuda", torch.cuda.current_device()),
-                initiator=False,
-                deadline_s=self._hop_timeout_s,
-            )
-            buffers.open(bytes.fromhex(greeting.communicator))
-        except NcclError as error:
-            raise ProtocolError("communicator", str(error), "one that NCCL can join") from error
+        buffers = NcclBuffers.create(
+            greeting.max_rows,
+            greeting.hidden_size,
+            greeting.dtype,
+            greeting.micro_batches,
+            torch.device("cuda", torch.cuda.current_device()),
+            initiator=False,
+            deadline_s=self._hop_timeout_s,
+        )
+        buffers.open(bytes.fromhex(greeting.communicator))
         return _NcclPeer(self, number, greeting, buffers, self.outbox)
 
 
