@@ -1,5 +1,5 @@
 """Device code of the hop between GPUs of one host: `HopBuffers`. Needs torch with CUDA, a GPU of compute capability 9.0
-or later and, at first use, nvcc. Imports neither vLLM nor the other rooms.
+or later and, at first use, nvcc. `nccl` is for several hosts and needs neither. Imports neither vLLM nor other rooms.
 
 `layout` is free of torch; `HopBuffers`, `HopCode`, `HopStatus` and `HopError` are imported when they are asked for.
 """

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-TRANSPORTS = {"cpu": ("shm", "tcp"), "cuda": ("ipc",)}
+TRANSPORTS = {"cpu": ("shm", "tcp"), "cuda": ("ipc", "nccl")}
 """What can carry the hops of a server on a device, by vLLM's device type."""
 LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
 EXECUTORS = (None, "uni", "mp")

@@ -1,10 +1,14 @@
-"""Graph seam: before the attention server replays a CUDA graph, the FFN server is told to replay its half."""
+"""Graph seam: before the attention server replays a CUDA graph, the FFN server is told to replay its half.
+
+A graph that went with its connection (connector `nccl`) isn't replayed; the step is launched eagerly.
+"""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 from afdpatch.patches.settings import settings_of
+from afdpatch.runtime.connectors.base import StepLost
 
 
 def cuda_graph_wrapper_call(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,7 +25,12 @@ def cuda_graph_wrapper_call(original: Callable[..., Any]) -> Callable[..., Any]:
             if context.cudagraph_runtime_mode == self.runtime_mode and shape is not None:
                 entry = self.concrete_cudagraph_entries.get(shape)
                 if entry is not None and entry.cudagraph is not None:  # else it is captured now
-                    settings.link.route.begin_replay(shape.num_tokens)
+                    route = settings.link.route
+                    if route.begin_replay(shape.num_tokens):
+                        output = original(self, *args, **kwargs)
+                        route.end_replay()
+                        return output
+                    context.cudagraph_runtime_mode = CUDAGraphMode.NONE
         return original(self, *args, **kwargs)
 
     return __call__
@@ -33,8 +42,45 @@ def run_fullgraph(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(self: Any, desc: Any) -> Any:
         settings = settings_of(self.vllm_config)
-        if settings is not None:
-            settings.link.route.begin_replay(desc.num_tokens)
-        return original(self, desc)
+        if settings is None:
+            return original(self, desc)
+        route = settings.link.route
+        if not route.begin_replay(desc.num_tokens):
+            raise StepLost("the FFN server was lost after this step was planned, and its graph with it")
+        output = original(self, desc)
+        route.end_replay()
+        return output
+
+    return wrapper
+
+
+def dispatch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around `CudaGraphManager.dispatch` (runner V2): no graph is planned that went with its connection."""
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+    @functools.wraps(original)
+    def wrapper(
+        self: Any,
+        num_reqs: int,
+        num_tokens: int,
+        uniform_token_count: int | None,
+        num_active_loras: int,
+        max_query_len: int | None = None,
+        num_ubatches: int = 1,
+    ) -> Any:
+        planned = original(
+            self, num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, num_ubatches
+        )
+        settings = settings_of(self.vllm_config)
+        if settings is None or planned.cg_mode != CUDAGraphMode.FULL or settings.link.route.graphs_stand():
+            return planned
+        return BatchExecutionDescriptor(
+            cg_mode=CUDAGraphMode.NONE,
+            num_tokens=num_tokens,
+            num_reqs=num_reqs,
+            num_active_loras=planned.num_active_loras,
+            num_ubatches=num_ubatches,
+        )
 
     return wrapper

@@ -1,5 +1,6 @@
 """Worker seam: the two roles as mix-ins over a platform's own worker (classes: afdpatch.patches.worker_cpu)."""
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -21,9 +22,9 @@ from afdpatch.patches import checkpoint
 from afdpatch.patches.attest import sign
 from afdpatch.patches.model import ffns
 from afdpatch.patches.parallel import FfnGroup, place_of, set_computes_experts, shared_hop
-from afdpatch.patches.scheduler import LostStep
+from afdpatch.patches.scheduler import LostStep, losses_before
 from afdpatch.patches.settings import AfdSettings, settings_of
-from afdpatch.runtime.connectors.base import ConnectorError, FfnConnector
+from afdpatch.runtime.connectors.base import ConnectorError, FfnConnector, StepLost
 from afdpatch.runtime.connectors.factory import ffn_connector
 from afdpatch.runtime.ffn_loop import FfnLoop
 from afdpatch.runtime.peer_watch import PeerWatch
@@ -195,6 +196,7 @@ class AttentionRole:
         # The rank goes alone by now; its model's classes, built without memory, still want vLLM's group for experts.
         set_computes_experts(self.vllm_config.model_config, True)
         self._lost: LostStep | None = None
+        self._losses = 0
 
     def load_model(self, **kwargs: Any) -> None:
         """Greet, then load this role's weights while the FFN server loads its own."""
@@ -215,14 +217,27 @@ class AttentionRole:
     def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
         """vLLM's own; a step whose forward can't reach an FFN server is answered with `LostStep`, not with an error.
 
-        An error would end the engine. The scheduler (`afdpatch.patches.scheduler`) ends the step's requests instead.
+        An error would end the engine. The scheduler (`afdpatch.patches.scheduler`) repeats the step, or ends its
+        requests. One that it scheduled before it knew of a loss stands on tokens that were never sampled (vLLM's
+        runner V1 would embed the token -1): it isn't run, and the runner only takes in which requests come and go.
         """
         self._lost = None
+        losses = losses_before(scheduler_output)
         try:
-            return super().execute_model(scheduler_output)  # type: ignore[misc]
+            if losses is None or losses >= self._losses or not scheduler_output.total_num_scheduled_tokens:
+                return super().execute_model(scheduler_output)  # type: ignore[misc]
+            super().execute_model(dataclasses.replace(scheduler_output, total_num_scheduled_tokens=0))  # type: ignore[misc]
+            self._lost = LostStep(scheduler_output, "a step before it was lost")
         except ConnectorError as error:
-            self._lost = LostStep(scheduler_output, f"{type(error).__name__}: {error}")
-            return self._lost
+            self._lost = self.lost(scheduler_output, error)
+        return self._lost
+
+    def lost(self, scheduler_output: "SchedulerOutput", error: ConnectorError) -> LostStep:
+        """The answer to a step that was lost by this; those that were scheduled before it is known are lost as well."""
+        losses = losses_before(scheduler_output)
+        if losses is not None:
+            self._losses = max(self._losses, losses + 1)
+        return LostStep(scheduler_output, f"{type(error).__name__}: {error}", repeat=isinstance(error, StepLost))
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's own; with asynchronous scheduling vLLM takes a step's result from here, so also of a lost step."""

@@ -13,7 +13,7 @@ from afdpatch.patches.scheduler import LostStep
 from afdpatch.patches.worker import AttentionRole, FFNRole
 from afdpatch.runtime.connectors.base import ConnectorError, FfnConnector
 from afdpatch.runtime.connectors.factory import gpu_ffn_connector
-from afdpatch.runtime.connectors.ipc_attention import IpcAttentionConnector
+from afdpatch.runtime.connectors.ipc_attention import GpuAttentionConnector
 from afdpatch.runtime.status import StatusPage
 from afdpatch.runtime.step_route import StepRoute
 
@@ -25,7 +25,7 @@ class AttentionWorker(AttentionRole, Worker):
     """vLLM's CUDA worker as an attention server's. Hops are launches: what a step gave is checked once it is there."""
 
     make_route = StepRoute
-    _step: "tuple[SchedulerOutput, IpcAttentionConnector | None]"
+    _step: "tuple[SchedulerOutput, GpuAttentionConnector | None]"
 
     def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
         """vLLM's, and the check of what it returns."""
@@ -51,7 +51,7 @@ class AttentionWorker(AttentionRole, Worker):
         scheduled, connection = self._step
         if output is None or isinstance(output, LostStep) or not scheduled.total_num_scheduled_tokens:
             return output
-        checked = CheckedOutput(output, self.link.route, scheduled, connection)
+        checked = CheckedOutput(output, self, scheduled, connection)
         if isinstance(output, AsyncModelRunnerOutput):
             return checked
         result = checked.get_output()
@@ -66,12 +66,12 @@ class CheckedOutput(AsyncModelRunnerOutput):
     def __init__(
         self,
         output: Any,
-        route: StepRoute,
+        worker: AttentionRole,
         scheduled: "SchedulerOutput",
-        connection: IpcAttentionConnector | None,
+        connection: GpuAttentionConnector | None,
     ) -> None:
         self._output = output
-        self._route = route
+        self._worker = worker
         self._scheduled = scheduled
         self._connection = connection
 
@@ -81,9 +81,9 @@ class CheckedOutput(AsyncModelRunnerOutput):
         if isinstance(output, AsyncModelRunnerOutput):
             output = output.get_output()
         try:
-            self._route.check(self._connection)
+            self._worker.link.route.check(self._connection)
         except ConnectorError as error:
-            return LostStep(self._scheduled, f"{type(error).__name__}: {error}")
+            return self._worker.lost(self._scheduled, error)
         return output
 
 
@@ -91,7 +91,7 @@ class FFNWorker(FFNRole, Worker):
     """vLLM's CUDA worker as an FFN server's."""
 
     def make_connector(self, page: StatusPage) -> FfnConnector:
-        """Steps are computed as they are announced; see `IpcFfnConnector`."""
+        """Steps are computed as they are announced; see `GpuFfnConnector`."""
         return gpu_ffn_connector(self.settings.config, self.link.rank, self.compute, self.freeze, page)
 
     @contextmanager

@@ -71,6 +71,7 @@ COMMANDS = (
 BENCHES = (
     Command("hop", "bench_hop", "time and rate of the hop between two processes, without vLLM"),
     Command("hop-gpu", "bench_hop_gpu", "round trip of the hop between two GPUs, beside NCCL"),
+    Command("tpot", "bench_tpot", "time per output token on GPUs: AFD against stock vLLM"),
     Command("serve", "bench_serve", "AFD against stock vLLM at equal cores, in alternating rounds"),
 )
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import os
-import platform
 import socket
 import statistics
 import struct
@@ -20,9 +18,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from afdpatch.cli.bench_report import Report, add_output, command, machine, print_table, tell
 from afdpatch.cli.checks import at_least
 
 if TYPE_CHECKING:
@@ -96,8 +94,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--block", type=at_least(2), default=50, help="round trips of one transport in a turn; default 50"
     )
-    parser.add_argument("--format", choices=("table", "json"), default="table", help="default: table")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there too")
+    add_output(parser, picture=False)
     parser.set_defaults(run=run)
 
 
@@ -115,8 +112,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"afdpatch: error: bench hop: a process of the measurement has gone: {error}", file=sys.stderr)
         return 1
     report = {
-        "command": "afdpatch bench hop",
-        "machine": _machine(),
+        "command": command(),
+        "machine": machine(),
         "attention_cores": sorted(attention_cores),
         "ffn_cores": sorted(ffn_cores),
         "hidden": args.hidden,
@@ -124,13 +121,7 @@ def run(args: argparse.Namespace) -> int:
         "spin_us": spin_us,
         "results": [asdict(result) for result in results],
     }
-    if args.output:
-        args.output.write_text(json.dumps(report, indent=2) + "\n")
-    if args.format == "json":
-        print(json.dumps(report, indent=2))
-    else:
-        _print_table(report, results)
-    return 0
+    return tell(report, args, _print_table)
 
 
 # Measuring
@@ -406,45 +397,21 @@ def _until_closed(pipe: Connection) -> None:
 # Reporting
 
 
-def _machine() -> dict[str, object]:
-    import torch
-
-    model = next((line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")), "unknown")
-    return {
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load_1_min": round(os.getloadavg()[0], 2),
-    }
-
-
-def _cpuinfo() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
-
-
-def _print_table(report: dict[str, Any], results: Sequence[Result]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    names = list(dict.fromkeys(result.transport for result in results))
+def _print_table(report: Report) -> None:
+    results = report["results"]
+    names = list(dict.fromkeys(result["transport"] for result in results))
     machine = report["machine"]
-    table = Table(
-        title=f"Round trip in microseconds, p50 / p99 of {results[0].round_trips}: {machine['cpu']}, "
-        f"{machine['cores']} cores, hidden {report['hidden']}, bfloat16, spin {report['spin_us']} us",
-        title_justify="left",
-    )
-    for column in ("pause us", "payload", *names):
-        table.add_column(column, justify="right")
+    table = []
     for start in range(0, len(results), len(names)):
         line = results[start : start + len(names)]
-        cells = [f"{result.p50_us:.1f} / {result.p99_us:.1f}" for result in line]
-        table.add_row(str(line[0].pause_us), _size(line[0].payload_bytes), *cells)
-    Console().print(table)
+        cells = [f"{result['p50_us']:.1f} / {result['p99_us']:.1f}" for result in line]
+        table.append([str(line[0]["pause_us"]), _size(line[0]["payload_bytes"]), *cells])
+    print_table(
+        f"Round trip in microseconds, p50 / p99 of {results[0]['round_trips']}: {machine['cpu']}, "
+        f"{machine['cores']} cores, hidden {report['hidden']}, bfloat16, spin {report['spin_us']} us",
+        ("pause us", "payload", *names),
+        table,
+    )
 
 
 def _size(count: int) -> str:

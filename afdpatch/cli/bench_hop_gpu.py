@@ -9,19 +9,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import multiprocessing
 import os
-import socket
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from afdpatch.cli.bench_report import add_output, command, gpu_machine, tell
 from afdpatch.cli.checks import at_least
+from afdpatch.cli.servers import free_port
 
 if TYPE_CHECKING:
     from afdpatch.kernels import HopBuffers
@@ -94,9 +93,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="attention's and FFN's; default 0 1",
     )
     parser.add_argument("--no-nccl", action="store_true", help="leave out NCCL")
-    parser.add_argument("--format", choices=("table", "json"), default="table", help="default: table")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there too")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it (.svg or .png; needs matplotlib)")
+    add_output(parser, picture=True)
     parser.set_defaults(run=run)
 
 
@@ -104,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure and report; 0, or 1 when a process of the measurement died or there are no two GPUs."""
     import torch
 
-    from afdpatch.cli.bench_hop_gpu_report import draw, machine, print_table
+    from afdpatch.cli.bench_hop_gpu_report import draw, print_table
 
     if torch.cuda.device_count() <= max(args.devices):
         print(
@@ -119,21 +116,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"afdpatch: error: bench hop-gpu: {error}", file=sys.stderr)
         return 1
     report = {
-        "command": "afdpatch bench hop-gpu " + " ".join(sys.argv[3:]),
-        "machine": machine(args.devices),
+        "command": command(),
+        "machine": gpu_machine(args.devices),
         "hidden": args.hidden,
         "dtype": "bfloat16",
         "results": [asdict(result) for result in results],
     }
-    if args.output:
-        args.output.write_text(json.dumps(report, indent=2) + "\n")
-    if args.picture:
-        draw(report, args.picture)
-    if args.format == "json":
-        print(json.dumps(report, indent=2))
-    else:
-        print_table(report)
-    return 0
+    return tell(report, args, print_table, draw)
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
@@ -166,7 +155,7 @@ def measure(lines: Sequence[Case], hidden: int, devices: Sequence[int]) -> list[
     """
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    port = _free_port()
+    port = free_port()
     child = spawn.Process(target=_answer, args=(theirs, list(lines), hidden, devices[1], port), daemon=True)
     child.start()
     theirs.close()
@@ -360,9 +349,3 @@ class _Side:
                 dist.send(self.out, 0)
 
         return attention if self.first else ffn
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from afdpatch.cli import UsageError, checks
+from afdpatch.cli import UsageError, bench_report, checks
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -185,7 +185,7 @@ def tell(args: argparse.Namespace, rounds: Sequence[Measured], servers: list[Ser
         "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "machine": {
             "cores": len(os.sched_getaffinity(0)),
-            "processor": processor(),
+            "processor": bench_report.processor(),
             "python": platform.python_version(),
         },
         "settings": {
@@ -247,15 +247,6 @@ def table(summary: dict[str, Any]) -> RenderableType:
     row("  by the other side, which waits", "{:.2f}", "cores_used_by_the_idle_side")
     row("requests", "{:,}", "requests")
     return out
-
-
-def processor() -> str:
-    """The processor's name, from /proc."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def draw(rounds: Sequence[Measured], args: argparse.Namespace) -> None:

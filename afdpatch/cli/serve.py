@@ -52,13 +52,19 @@ def add_parser(subparsers: Any) -> None:
     add("--role", required=True, choices=("attention", "ffn"), help="which half of the model this is")
     add("--afd-host", metavar="H", help="where the two servers meet")
     add("--afd-port", type=int, metavar="P", help="the port that names the pair: the same on all servers")
-    add("--connector", metavar="NAME", help="shm: all on one host (the default); tcp: between hosts")
+    add(
+        "--connector",
+        metavar="NAME",
+        help="shm: all on one host (the default); tcp: between hosts; ipc, nccl: the same on GPUs",
+    )
     add("--rank", type=int, metavar="R", help="rank of this server's first worker in its role (default: 0)")
     add("--attention-ranks", type=int, metavar="N", help="workers of all attention servers together (default: 1)")
     add("--ffn-ranks", type=int, metavar="N", help="workers of all FFN servers together (default: 1)")
     add("--ffn-tp", type=int, metavar="N", help="tensor-parallel size of each FFN server (default: 1)")
     add(
-        "--ffn-addresses", metavar="H:P,...", help="tcp: where each FFN server listens (default: afd-port + its number)"
+        "--ffn-addresses",
+        metavar="H:P,...",
+        help="tcp, nccl: where each FFN server listens (default: afd-port + its number)",
     )
     add("--secret-file", metavar="FILE", help="16 to 4096 bytes that all servers must have, for your eyes only")
     add("--afd-config", metavar="JSON", help="further keys of the `afd` configuration")

@@ -58,7 +58,7 @@ def add_parser(subparsers: Any) -> None:
     add("--port", type=int, default=8000, metavar="P", help="the API's port; further attention servers: P + 1, ...")
     add("--ffn-port", type=int, metavar="Q", help="the FFN server's port: health, metrics (default: the next free one)")
     add("--afd-port", type=int, metavar="R", help="the port that names the pair (default: a free one)")
-    add("--connector", metavar="NAME", help="shm (default) or tcp")
+    add("--connector", metavar="NAME", help="shm (default) or tcp; on GPUs ipc or nccl")
     add("--secret-file", metavar="FILE", help="the secret that all servers must have")
     add("--hosts", metavar="H,...", help="with --dry-run: a host for each server, the attention servers' first (tcp)")
     add("--dry-run", action="store_true", help="print the servers' own commands, start nothing")
@@ -183,7 +183,7 @@ def check_free(args: argparse.Namespace, servers: Sequence[Any], meets: Sequence
         option = "--port" if meet.role == "attention" else "--ffn-port"
         checks.check_port(option, server.port, server.host)
         if args.afd_port is not None and meet.role == "ffn":
-            if meet.transport == "tcp":
+            if meet.over_tcp:
                 host, port = meet.ffn_address(meet.rank)
                 checks.check_port("--afd-port", port, host)
             else:

@@ -37,7 +37,14 @@ _KEYS = (
     "connector_extra_config",
 )
 # connector name -> transport that carries its hops here
-_CONNECTORS = {"shm": "shm", "tcp": "tcp", "ipc": "ipc", "P2pNcclAFDConnector": "shm", "GpuAsyncAFDConnector": "shm"}
+_CONNECTORS = {
+    "shm": "shm",
+    "tcp": "tcp",
+    "ipc": "ipc",
+    "nccl": "nccl",
+    "P2pNcclAFDConnector": "shm",
+    "GpuAsyncAFDConnector": "shm",
+}
 _PLUGIN_CONNECTORS = ("P2pNcclAFDConnector", "GpuAsyncAFDConnector")
 _ASYNC_CONNECTORS = ("GpuAsyncAFDConnector",)
 _ASCEND_CONNECTORS = ("CAMP2pAFDConnector", "CAMAsyncAFDConnector", "P2pHcclAFDConnector", "WindowAFDConnector")
@@ -186,12 +193,12 @@ class AfdConfig:
                 f"{self.ffn_tp} with num_ffn_ranks {self.num_ffn_ranks}",
                 "allowed: a divisor of num_ffn_ranks, which counts workers",
             )
-        if self.transport != "tcp":
+        if not self.over_tcp:
             if self.ffn_addresses:
                 raise ConfigError(
                     "connector_extra_config.ffn_addresses",
                     f"addresses with connector {self.connector!r}",
-                    "only connector 'tcp' has them",
+                    "only connectors 'tcp' and 'nccl' have them",
                 )
             return
         servers = len(self.ffn_servers)
@@ -211,7 +218,7 @@ class AfdConfig:
         if open_hosts and self.secret_file is None:
             raise ConfigError(
                 "connector_extra_config.secret_file",
-                f"none with connector 'tcp' at {_show(open_hosts[0])}, which isn't a loopback address",
+                f"none with connector {self.connector!r} at {_show(open_hosts[0])}, which isn't a loopback address",
                 "needed: a file of 16 to 4096 random bytes, the same on all hosts",
             )
 
@@ -243,8 +250,13 @@ class AfdConfig:
     @property
     def transport(self) -> str:
         """What carries the hops: ``"shm"`` or ``"tcp"`` between CPU processes (afd-plugin's names mean shm), ``"ipc"``
-        between GPUs of one host."""
+        between GPUs of one host, ``"nccl"`` between GPUs of several."""
         return _CONNECTORS[self.connector]
+
+    @property
+    def over_tcp(self) -> bool:
+        """Whether the two hosts meet at an address and a TCP port."""
+        return self.transport in ("tcp", "nccl")
 
     @property
     def num_ranks(self) -> int:
@@ -281,16 +293,16 @@ class AfdConfig:
     def fallbacks_of(self, attention_rank: int, group: int = 1) -> tuple[int, ...]:
         """The other FFN servers, those nearest to the own block first; they take over when the block is lost.
 
-        None with transport ``ipc``, whose connections share one end on the GPU.
+        None between GPUs, where all connections share one end.
         """
-        if self.transport == "ipc":
+        if self.transport in ("ipc", "nccl"):
             return ()
         own = self.ffn_ranks_of(attention_rank, group)
         others = (rank for rank in self.ffn_servers if rank not in own)
         return tuple(sorted(others, key=lambda rank: (min(abs(rank - home) for home in own), rank)))
 
     def ffn_address(self, ffn_rank: int) -> tuple[str, int]:
-        """(host, port) of an FFN server with connector ``tcp``: its entry of ``ffn_addresses``, or host and port + i.
+        """(host, port) of an FFN server over TCP: its entry of ``ffn_addresses``, or host and port + i.
 
         Raises:
             ConfigError: not the first rank of an FFN server.

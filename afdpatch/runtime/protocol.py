@@ -160,8 +160,10 @@ class Greeting:
 
     ``layers`` are the indices of the decoder layers whose FFN is remote, ascending. ``max_rows`` is the most rows of
     one hop. ``dtype`` is torch's name of the hidden states' type without the ``torch.``. Digests are hex text.
-    ``tensor_parallel`` is the FFN server's size, which attention expects. ``instance`` names the process that runs: a
-    rank that connects again takes the place of its own old connection, another process that claims the rank doesn't.
+    ``tensor_parallel`` is the FFN server's size, which attention expects. ``communicator`` is the name of
+    NCCL's, 256 digits from the attention side with the connector `nccl`, and empty elsewhere. ``instance`` names the
+    process that runs: a rank that connects again takes the place of its own old connection, another process that claims
+    the rank doesn't.
 
     Raises:
         ProtocolError: a field of the wrong type or out of its limits.
@@ -183,6 +185,7 @@ class Greeting:
     num_ffn_ranks: int
     tensor_parallel: int = 1
     graph_mode: str = "none"
+    communicator: str = ""
     instance: str = field(default_factory=lambda: instance_of(os.getpid()))
     state: str = "loading"
     protocol: int = PROTOCOL_VERSION
@@ -201,6 +204,8 @@ class Greeting:
         _integer("num_ffn_ranks", self.num_ffn_ranks, 1, 4096)
         _integer("tensor_parallel", self.tensor_parallel, 1, 4096)
         _hex("instance", self.instance)
+        if self.communicator != "":
+            _hex("communicator", self.communicator, 256, 256)
         own = self.num_attention_ranks if self.role == "attention" else self.num_ffn_ranks
         _integer("rank", self.rank, 0, own - 1)
         if not isinstance(self.layers, tuple) or not 1 <= len(self.layers) <= MAX_LAYERS:
@@ -272,7 +277,7 @@ def compare(ours: Greeting, theirs: Greeting) -> list[Mismatch]:
     """The fields on which two greetings of the two roles can't work together; empty when they can.
 
     The roles must differ; the attention side's ``max_rows`` and ``micro_batches`` must not pass the FFN side's;
-    ``rank``, ``instance`` and ``state`` are each side's own; everything else must be equal.
+    ``rank``, ``instance``, ``communicator`` and ``state`` are each side's own; everything else must be equal.
     """
     found: list[Mismatch] = []
     if ours.role == theirs.role:
@@ -447,9 +452,9 @@ def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ProtocolError(name, value, " or ".join(allowed))
 
 
-def _hex(name: str, value: object) -> None:
-    if not isinstance(value, str) or not 16 <= len(value) <= 64 or not set(value) <= set("0123456789abcdef"):
-        raise ProtocolError(name, value, "16 to 64 hexadecimal digits in lower case")
+def _hex(name: str, value: object, least: int = 16, most: int = 64) -> None:
+    if not isinstance(value, str) or not least <= len(value) <= most or not set(value) <= set("0123456789abcdef"):
+        raise ProtocolError(name, value, f"{least} to {most} hexadecimal digits in lower case")
 
 
 def _text(name: str, value: object) -> None:

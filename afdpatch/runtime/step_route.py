@@ -6,27 +6,32 @@ next one waits at its first layer for a server, as a hop of `Route` does, and go
 
 from __future__ import annotations
 
+import logging
 import time
 
 import torch
 from torch import Tensor
 
 from afdpatch.runtime.config import AfdConfig
-from afdpatch.runtime.connectors.factory import gpu_connectors
-from afdpatch.runtime.connectors.ipc_attention import GpuEnd, IpcAttentionConnector, Replay, StepLost
+from afdpatch.runtime.connectors.factory import gpu_connectors, gpu_end
+from afdpatch.runtime.connectors.ipc_attention import GpuAttentionConnector, Replay, StaleGraph
+from afdpatch.runtime.events import Event
 from afdpatch.runtime.route import Route
 from afdpatch.runtime.status import StatusPage
+
+log = logging.getLogger(__name__)
 
 
 class StepRoute(Route):
     """A `Route` over GPU connections. Arguments: as `Route` has them."""
 
     def __init__(self, config: AfdConfig, rank: int, page: StatusPage | None = None, *, group: int = 1) -> None:
-        self._gpu = GpuEnd(config.hop_timeout_s)
+        self._gpu = gpu_end(config)
+        self._warned = False
         super().__init__(config, rank, page, gpu_connectors(config, self._gpu), group=group)
 
     @property
-    def under_way(self) -> IpcAttentionConnector | None:
+    def under_way(self) -> GpuAttentionConnector | None:
         """The connection of the last step that was begun, which `check` wants once the step has been waited for."""
         return self._gpu.under_way
 
@@ -40,28 +45,57 @@ class StepRoute(Route):
             self._step += 1
         return super().hop(hidden, layer, micro_batch)
 
-    def begin_replay(self, rows: int) -> None:
+    def begin_replay(self, rows: int) -> bool:
         """To be called before a graph of ``rows`` rows is replayed: the FFN's host replays its half.
+
+        Returns:
+            False if the graph must not be replayed, since it went with the connection that it was captured over: the
+            step has to be launched anew. Else `end_replay` has to follow the replay.
 
         Raises:
             InvalidHop: no such graph was captured. NoFfnServer: as `hop`.
         """
         assert self._greeting is not None
         layers = self._greeting.layers
-        self.hop(Replay(rows), layers[0])  # type: ignore[arg-type]  # the connector knows it
+        try:
+            self.hop(Replay(rows), layers[0])  # type: ignore[arg-type]  # the connector knows it
+        except StaleGraph as error:
+            self._missing(str(error))
+            return False
         if self._page is not None:
             self._page.count_hops(len(layers) - 1, rows, rows * self._row_bytes)
+        return True
 
-    def check(self, connection: IpcAttentionConnector | None) -> None:
+    def end_replay(self) -> None:
+        """To be called when the graph's replay is in the current stream."""
+        if self._gpu.under_way is not None:
+            self._gpu.under_way.replayed()
+
+    def graphs_stand(self) -> bool:
+        """Whether a step may be planned as a graph's replay; False is counted as an error."""
+        connection = self._gpu.under_way
+        if not self._gpu.stale and (connection is None or connection.graphs_stand()):
+            return True
+        self._missing("the step goes eagerly: its graph was captured over a connection that has gone")
+        return False
+
+    def _missing(self, text: str) -> None:
+        if not self._warned:
+            log.error("%s; restart the attention server to capture its graphs again", text)
+            self._warned = True
+        if self._page is not None:
+            self._page.count(Event.ERROR, text)
+
+    def check(self, connection: GpuAttentionConnector | None) -> None:
         """Whether the steps that were begun on a connection and have been waited for went well.
 
         Raises:
-            StepLost: what they gave is worthless.
+            StepLost: what they gave is worthless; another try may go well. FfnError: the same, and it wouldn't.
         """
-        why = connection.failure() if connection is not None else None
-        if why is None:
+        error = connection.failure() if connection is not None else None
+        if error is None:
             return
         for rank, connector in list(self._connections.items()):
             if connector is connection:
-                self._lose(rank, connector, why)
-        raise StepLost(f"the connection to the FFN server was lost under way: {why}; last: {self._last_error}")
+                self._lose(rank, connector, str(error))
+        raise type(error)(f"the step was lost under way: {error}; last: {self._last_error}")

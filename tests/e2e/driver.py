@@ -14,6 +14,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from tests.e2e.sameness import logprob_difference, tokens_of
+
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 LONG = (
@@ -156,22 +158,37 @@ class Runner:
         return [decoded, *(self.generate([prompt]) for prompt in prompts)]
 
     def case_survive(self) -> Any:
-        """The same batch until requests end with an error, and on until all are whole again."""
-        first = self.generate(PROMPTS[:5])
+        """The same batch again and again until its FFN server was lost and another came, and once more."""
+        from afdpatch.runtime.events import Event
+        from afdpatch.runtime.status import StatusPage
+
+        page = StatusPage.from_environment()
+        assert page is not None
+        scheduler = self.engine.engine_core.engine_core.scheduler
+
+        def batch() -> Any:
+            return self.generate(PROMPTS[:5], max_tokens=200)
+
+        batch()
+        first = batch()  # from the prefix cache, as all that follow
         print("CASE generating", flush=True)
         began = time.monotonic()
-        seen: dict[str, Any] = {"errors": 0, "lost_s": None, "again_s": None, "same": False, "reasons": []}
         while time.monotonic() - began < 150:
-            outputs = self.generate(PROMPTS[:5], max_tokens=24 if seen["errors"] else 200)
+            at, losses = time.monotonic(), scheduler._losses
+            outputs = batch()
+            if not page.snapshot().events[Event.PEER_LOST]:
+                continue
+            again = batch()
             reasons = [choice["finish"][0] for output in outputs for choice in output["choices"]]
-            bad = sum(reason != "length" for reason in reasons)
-            seen["errors"] += bad
-            if bad and seen["lost_s"] is None:
-                seen["lost_s"], seen["reasons"] = time.monotonic() - began, reasons
-            elif seen["errors"] and not bad:
-                seen["again_s"], seen["same"] = time.monotonic() - began, outputs == first
-                break
-        return seen
+            return {
+                "took_s": time.monotonic() - at,
+                "lost_steps": scheduler._losses - losses,
+                "errors": sum(reason != "length" for reason in reasons),
+                "same": tokens_of(outputs) == tokens_of(first),
+                "logprobs differ": logprob_difference(outputs, first),
+                "same again": again == first,
+            }
+        return {"errors": "no FFN server was lost"}
 
     def case_abort(self) -> Any:
         """One of two requests is aborted in mid-stream; the other goes on."""

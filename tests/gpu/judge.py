@@ -41,6 +41,8 @@ def faults(results: dict[str, Any]) -> list[str]:
                 found.append(f"{name}: expected 0, found {result}")
         elif not isinstance(result, dict):
             found.append(f"{name}: {result}")
+        elif name == "stale":
+            found += _stale(result)
         elif "missing" in result:
             found.append(f"{name}: nothing from {result['missing']}")
         elif "equal" in result and (
@@ -49,6 +51,19 @@ def faults(results: dict[str, Any]) -> list[str]:
             found.append(f"{name}: {result}")
         elif "ffn noticed" in result and not result["ffn noticed"]:
             found.append(f"{name}: the FFN server didn't notice")
-        elif "lost_s" in result and not (result["errors"] and result["same"]):
+        elif "errors" in result and (result["errors"] or not (result["same"] and result["same again"])):
             found.append(f"{name}: {result}")
     return found
+
+
+def _stale(starts: dict[str, Any]) -> list[str]:
+    """What is wrong with five starts on one compile cache, of the manifests X and Y."""
+    folders = {name: set(start["folders"]) for name, start in starts.items()}
+    loaded = {name for name, start in starts.items() if start["loaded"]}
+    checks = {
+        "five starts": folders.keys() == {"X cold", "X warm", "X keyless", "Y edited", "Y keyless-edited"},
+        "X's cache is loaded by X": "X warm" in loaded and folders["X warm"] == folders["X cold"] != set(),
+        "X's cache is not loaded by Y": "Y edited" not in loaded and not folders["Y edited"] & folders["X cold"],
+        "with a constant key it would be": folders["Y keyless-edited"] == folders["X keyless"],
+    }
+    return [f"stale: expected {what}, found {starts}" for what, well in checks.items() if not well]

@@ -1,4 +1,5 @@
-"""AFD pairs on GPUs against stock vLLM: `python -m tests.gpu.matrix OUT [--seconds S] [--only WORD]`.
+"""AFD pairs on GPUs against stock vLLM: `python -m tests.gpu.matrix OUT [--seconds S] [--only WORD,...]
+[--connector ipc|nccl]`.
 
 For each model an FFN server on one GPU, and one after the other attention engines of both runners, eager and with
 graphs, on the other; stock engines beside them. Everything is logged to OUT, and OUT/results.json says what was equal.
@@ -9,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from afdpatch.cli import client
+from tests.e2e.sameness import tokens_of
 from tests.gpu.judge import judge
-from tests.gpu.tpot import make_model
 
 ROOT = Path(__file__).parents[2]
 LOST = "event=peer_lost"
@@ -71,15 +73,14 @@ SWITCHABLE = ("--worker-cls", "tests.gpu.workers.SwitchableFFNWorker")
 class Matrix:
     """All processes of a run, their logs and what they said."""
 
-    def __init__(self, out: Path, seconds: float) -> None:
+    def __init__(self, out: Path, seconds: float, connector: str = "ipc") -> None:
         self.out = out
+        self.connector = connector
         self.until = time.monotonic() + seconds
         self.started = time.monotonic()
         self.processes: list[subprocess.Popen[bytes]] = []
         self.results: dict[str, Any] = {}
         self.lock = threading.Lock()
-        self.large: dict[str, subprocess.Popen[bytes]] = {}
-        self.large_ffn: subprocess.Popen[bytes] | None = None
 
     def left(self) -> float:
         """Seconds until this run ends."""
@@ -114,7 +115,7 @@ class Matrix:
         """An FFN server whose FFNs can be zeroed."""
         words = [sys.executable, "-m", "afdpatch", "serve", "--role", "ffn", str(model), "--afd-port", str(afd_port)]
         afd = {
-            "connector": "ipc",
+            "connector": self.connector,
             "num_attention_ranks": attention_ranks,
             "connector_extra_config": {"hop_timeout_s": 60},
         }
@@ -190,7 +191,7 @@ class Matrix:
         afd = {
             "role": "attention",
             "port": afd_port,
-            "connector": "ipc",
+            "connector": self.connector,
             "connector_extra_config": {"hop_timeout_s": 60, "connect_timeout_s": 300},
         }
         if runner == "0":  # V1 compiles a kernel for two minutes for it
@@ -210,7 +211,8 @@ class Matrix:
                 if same is not None and seen is not None:
                     self.results[full]["ffn hops"] = self.hops(port)
                 self.say(f"{full}: {json.dumps(self.results[full])[:600]}")
-            self.kill_attention(chain, folder, afd, server, runner, port)
+            for mode in MODES:
+                self.kill_attention(chain, folder, afd, mode, server, runner, port)
             for mode in ("graph", "eager"):
                 server = self.survive(chain, folder, afd, mode, server, runner, afd_port, port)
         except Exception:
@@ -228,7 +230,7 @@ class Matrix:
         afd_port: int,
         port: int,
     ) -> "subprocess.Popen[bytes]":
-        """Kill the FFN server while a batch is generated, and start another: the engine goes on."""
+        """Kill the FFN server while a batch is generated, and start another: the batch goes on and ends whole."""
         full = f"{chain}-{mode}-survive"
         if self.left() < 60:
             return server
@@ -259,7 +261,7 @@ class Matrix:
         try:
             self.ffn(f"{full}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE, attention_ranks=2)
             spec: dict[str, Any] = {"model": str(folder), "cases": cases, "engine": ENGINE | MODES["graph"]}
-            afd = {"role": "attention", "port": afd_port, "connector": "ipc", "num_attention_ranks": 2}
+            afd = {"role": "attention", "port": afd_port, "connector": self.connector, "num_attention_ranks": 2}
             afd["connector_extra_config"] = {"hop_timeout_s": 60, "connect_timeout_s": 300}
             stock = self.driver(f"{full}-stock", spec, "1", runner)
             both = [
@@ -279,7 +281,7 @@ class Matrix:
         folder, afd_port, port = ROOT / "tests" / "models" / name, 4130, 4230
         cache = {"VLLM_CACHE_ROOT": str(self.out / "stale-cache")}
         other = cache | {"PYTHONPATH": f"{other_site}:{os.environ['PYTHONPATH']}"}
-        afd = {"role": "attention", "port": afd_port, "connector": "ipc"}
+        afd = {"role": "attention", "port": afd_port, "connector": self.connector}
         afd["connector_extra_config"] = {"hop_timeout_s": 60, "connect_timeout_s": 300}
         engine = ENGINE | {"compilation_config": {k: v for k, v in GRAPHS.items() if k != "mode"}}
         spec: dict[str, Any] = {"model": str(folder), "cases": ["batch:1"], "engine": engine, "afd": afd}
@@ -293,10 +295,16 @@ class Matrix:
                 for step, more in steps:
                     full = f"stale-{label}-{step}"
                     process = self.driver(full, spec | more, "0,1", "1", **environment)
-                    self.finish(full, process, 200)
+                    seen = self.finish(full, process, 200)
                     log = (self.out / f"{full}.log").read_text(errors="replace")
-                    lines = [line for line in log.splitlines() if "cache" in line and "ompil" in line]
-                    found[f"{label} {step}"] = [line[-260:] for line in lines if "autotune" not in line][:6]
+                    found[f"{label} {step}"] = {
+                        "folders": sorted(
+                            set(re.findall(r"(?:torch_aot_compile|torch_compile_cache)/[0-9a-f]{8,}", log))
+                        ),
+                        "loaded": "Directly load AOT compilation" in log,
+                        "compilation_s": re.findall(r"torch.compile took ([0-9.]+) s", log),
+                        "tokens": tokens_of(seen["cases"]["batch:1"]) if seen else None,
+                    }
                     self.say(f"{full}: {found[f'{label} {step}']}")
                 self.kill(server)
         except Exception:
@@ -309,13 +317,20 @@ class Matrix:
         return client.total(client.metrics(f"http://127.0.0.1:{port}"), "afd_hops_total") or 0.0
 
     def kill_attention(
-        self, chain: str, folder: Path, afd: dict[str, Any], server: "subprocess.Popen[bytes]", runner: str, port: int
+        self,
+        chain: str,
+        folder: Path,
+        afd: dict[str, Any],
+        mode: str,
+        server: "subprocess.Popen[bytes]",
+        runner: str,
+        port: int,
     ) -> None:
-        """Kill the attention process while a batch is generated from graphs."""
-        full = f"{chain}-graph-kill-attention"
+        """Kill the attention process while a batch is generated."""
+        full = f"{chain}-{mode}-kill-attention"
         if self.left() < 40:
             return
-        spec = {"model": str(folder), "cases": ["forever"], "engine": ENGINE | MODES["graph"], "afd": afd}
+        spec = {"model": str(folder), "cases": ["forever"], "engine": ENGINE | MODES[mode], "afd": afd}
         process = self.driver(full, spec, "0,1", runner)
         if not (self.wait_for(full, "CASE forever", 120, process) and self.wait_for_hops(port, process)):
             self.results[full] = "it never generated"
@@ -328,47 +343,6 @@ class Matrix:
         gone = self.until(lambda: log.read_text(errors="replace").count(LOST) > before, 30, server)
         self.results[full] = {"ffn noticed": gone, "s": round(time.monotonic() - at, 3)}
         self.say(f"{full}: {self.results[full]}")
-
-    def big_start(self, runner: str, compiled: bool) -> None:
-        """Start the large model's engines; they wait to be told to measure."""
-        folder = make_model(self.out / "large", ROOT / "tests" / "models" / "deepseek-v2")
-        self.large_ffn = self.ffn(
-            "large-ffn", folder, 4110, 4210, "1,0", "--load-format", "dummy", "--max-num-seqs", "128"
-        )
-        engine = {
-            "dtype": "bfloat16",
-            "load_format": "dummy",
-            "max_model_len": 2048,
-            "max_num_seqs": 128,
-            "max_num_batched_tokens": 8192,
-            "kv_cache_memory_bytes": 8 << 30,
-            "gpu_memory_utilization": 0.3,
-            "enable_prefix_caching": False,
-            "compilation_config": GRAPHS | {"cudagraph_capture_sizes": [1, 16, 32, 64, 128]},
-        }
-        if compiled:
-            del engine["compilation_config"]["mode"]
-        spec = {
-            "model": str(folder), "engine": engine, "batches": [1, 16, 32, 64, 128], "context": 1024, "tokens": 80,
-            "repeats": 3,
-        }  # fmt: skip
-        afd = {"role": "attention", "port": 4110, "connector": "ipc", "connector_extra_config": {"hop_timeout_s": 60}}
-        self.large = {}
-        for name, more in (("large-afd", {"afd": afd}), ("large-stock", {})):
-            own = spec | more | {"go": str(self.out / f"{name}.go")}
-            (self.out / f"{name}.spec.json").write_text(json.dumps(own))
-            command = [sys.executable, "-m", "tests.gpu.tpot", f"{name}.spec.json", f"{name}.json"]
-            self.large[name] = self.start(name, command, "0,1", VLLM_USE_V2_MODEL_RUNNER=runner)
-
-    def big_measure(self) -> None:
-        """One after the other, nothing beside it."""
-        for name, process in self.large.items():
-            if not self.wait_for(name, "STARTED", 200, process):
-                self.say(f"{name}: not started")
-                continue
-            (self.out / f"{name}.go").write_text("")
-            self.results[name] = self.finish(name, process, 100)
-            self.say(f"{name}: {json.dumps(self.results[name])}")
 
     def end(self) -> None:
         """Nothing outlives the run."""
@@ -383,15 +357,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=400)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--large", default="", help="runner (0, 1) and c for compiled, such as 0c")
+    parser.add_argument("--only", default="", help="chains whose name, such as qwen3-moe-v2, has one of these words")
+    parser.add_argument("--connector", default="ipc", choices=("ipc", "nccl"))
     parser.add_argument("--two", default="", help="the model of two attention servers at one FFN server")
     parser.add_argument("--stale", default="", help="a folder with afdpatch under another manifest")
-    parser.add_argument("--large-seconds", type=float, default=100)
     parser.add_argument("--cases", default=",".join(CASES))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    matrix = Matrix(args.out, args.seconds)
+    matrix = Matrix(args.out, args.seconds, args.connector)
     chains = [(model, runner) for model in ("qwen3-moe", "deepseek-v2") for runner in ("1", "0")]
     threads = [
         threading.Thread(
@@ -400,7 +373,7 @@ def main() -> None:
             daemon=True,
         )
         for index, (model, runner) in enumerate(chains)
-        if args.only in f"{model}-v{int(runner) + 1}"
+        if any(word in f"{model}-v{int(runner) + 1}" for word in args.only.split(","))
     ]
     if args.two:
         threads.append(threading.Thread(target=matrix.two, args=(args.two, "1", ["batch:5", "batch:16", "totals"])))
@@ -408,19 +381,10 @@ def main() -> None:
         threads.append(threading.Thread(target=matrix.stale, args=("qwen3-moe", args.stale)))
     for thread in threads:
         thread.daemon = True
-    if args.large:
-        matrix.big_start(args.large[0], "c" in args.large)
-        matrix.until -= args.large_seconds
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(matrix.left())
-    if args.large:
-        for process in matrix.processes:  # nothing beside the measurement
-            if process not in matrix.large.values() and process is not matrix.large_ffn:
-                matrix.kill(process)
-        matrix.until += args.large_seconds
-        matrix.big_measure()
     matrix.end()
 
 

@@ -56,12 +56,12 @@ class Engine:
         )
         self.serial = count()
 
-    def add(self, tokens: list[int], max_tokens: int = 8) -> Any:
+    def add(self, tokens: list[int], max_tokens: int = 8, **more: Any) -> Any:
         """A greedy request."""
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **more)
         params.update_from_generation_config({}, 0)
         request = Request(f"r{next(self.serial)}", tokens, params, None, block_hasher=self.hasher)
         self.scheduler.add_request(request)
@@ -85,11 +85,11 @@ class Engine:
         before = dict(known)[request.request_id]
         return before + step.num_scheduled_tokens[request.request_id] < request.num_prompt_tokens
 
-    def lost(self, step: Any) -> dict[str, str]:
+    def lost(self, step: Any, *, repeat: bool = False) -> dict[str, str]:
         """The step's forward lost its FFN server; the reasons of the requests that ended."""
         from afdpatch.patches.scheduler import LostStep
 
-        return self._ended(self.scheduler.update_from_output(step, LostStep(step, "a test")))
+        return self._ended(self.scheduler.update_from_output(step, LostStep(step, "a test", repeat=repeat)))
 
     @staticmethod
     def _ended(outputs: Any) -> dict[str, str]:
@@ -224,6 +224,155 @@ def test_losses_one_after_the_other_end_every_request_and_the_pool_is_whole_agai
     assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1  # one is vLLM's null block
 
 
+# ---- steps that are repeated ----------------------------------------------------------------------------------------
+
+
+def places(step: Any) -> dict[str, tuple[int, int]]:
+    """Of each request in a step: how many tokens were computed before it, and how many it computes."""
+    cached = step.scheduled_cached_reqs
+    known = [(new.req_id, new.num_computed_tokens) for new in step.scheduled_new_reqs]
+    known += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    return {id_: (before, step.num_scheduled_tokens[id_]) for id_, before in known}
+
+
+@pytest.fixture
+def repeating(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setattr(engine.scheduler, "_repeat_s", 3600.0)
+    return engine
+
+
+def test_a_step_that_generates_is_repeated_at_the_same_places_with_the_same_blocks(repeating: Engine) -> None:
+    requests = [repeating.add(list(range(500 * n, 500 * n + 40))) for n in range(3)]
+    repeating.computed(repeating.scheduler.schedule())
+    repeating.computed(repeating.scheduler.schedule())
+    step = repeating.scheduler.schedule()
+    blocks = {r.request_id: repeating.scheduler.kv_cache_manager.get_block_ids(r.request_id) for r in requests}
+    assert repeating.lost(step, repeat=True) == {}
+    again = repeating.scheduler.schedule()
+    assert places(again) == places(step) == {request.request_id: (41, 1) for request in requests}
+    assert list(again.num_scheduled_tokens) == list(step.num_scheduled_tokens)
+    assert {id_: repeating.scheduler.kv_cache_manager.get_block_ids(id_) for id_ in blocks} == blocks
+    resumed = again.scheduled_cached_reqs  # what makes runner V1 forget the request's row, and with it its last token
+    assert resumed.resumed_req_ids == set(blocks)
+    assert all(resumed.all_token_ids[r.request_id] == list(r.all_token_ids) for r in requests)
+    assert repeating.computed(again) == {}
+    repeating.run_to_end()
+    assert [request.num_output_tokens for request in requests] == [8, 8, 8]
+    assert repeating.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
+
+
+def test_a_chunk_of_a_prompt_is_computed_again_from_what_was_cached_before_it(repeating: Engine) -> None:
+    request = repeating.add(PROMPT)
+    repeating.computed(repeating.scheduler.schedule())
+    step = repeating.scheduler.schedule()
+    assert repeating.lost(step, repeat=True) == {}
+    assert repeating.cached_tokens(PROMPT) == CHUNK
+    again = repeating.scheduler.schedule()
+    assert places(again) == places(step) == {request.request_id: (CHUNK, CHUNK)}
+    repeating.computed(again)
+    repeating.run_to_end()
+    assert request.num_output_tokens == 8
+
+
+@pytest.mark.parametrize("engine", ["AfdAsyncScheduler"], indirect=True)
+@pytest.mark.parametrize("late", ["lost", "computed"])
+def test_a_step_on_top_of_the_lost_one_is_worth_nothing_whatever_it_says(repeating: Engine, late: str) -> None:
+    first, gone = repeating.add(PROMPT[:40]), repeating.add(PROMPT[CHUNK : CHUNK + 40], max_tokens=2)
+    repeating.computed(repeating.scheduler.schedule())
+    lost = repeating.scheduler.schedule()
+    new = repeating.add(PROMPT[CHUNK + 40 : CHUNK + 90])
+    later = repeating.scheduler.schedule()
+    assert set(later.num_scheduled_tokens) == {first.request_id, new.request_id}
+    assert repeating.lost(lost, repeat=True) == {}
+    again = repeating.scheduler.schedule()
+    assert places(again) == {first.request_id: (40, 1), gone.request_id: (40, 1), new.request_id: (0, 50)}
+    assert (repeating.lost(later, repeat=True) if late == "lost" else repeating.computed(later)) == {}
+    assert [r.num_output_tokens for r in (first, gone, new)] == [1, 1, 0]
+    assert repeating.computed(again) == {gone.request_id: "length"}
+    repeating.run_to_end()
+    assert [r.num_output_tokens for r in (first, gone, new)] == [8, 2, 8]
+    assert repeating.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
+
+
+def test_a_request_that_was_aborted_with_the_step_under_way_stays_away(repeating: Engine) -> None:
+    from vllm.v1.request import RequestStatus
+
+    first, second = repeating.add(PROMPT[:40]), repeating.add(PROMPT[CHUNK : CHUNK + 40])
+    repeating.computed(repeating.scheduler.schedule())
+    step = repeating.scheduler.schedule()
+    repeating.scheduler.finish_requests(first.request_id, RequestStatus.FINISHED_ABORTED)
+    assert repeating.lost(step, repeat=True) == {}
+    third = repeating.scheduler.schedule()
+    assert places(third) == {second.request_id: (40, 1)}
+    repeating.scheduler.finish_requests(second.request_id, RequestStatus.FINISHED_ABORTED)
+    repeating.lost(third, repeat=True)
+    assert repeating.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
+
+
+def test_a_request_that_was_preempted_meanwhile_begins_again_by_itself(repeating: Engine) -> None:
+    request = repeating.add(PROMPT[:40])
+    repeating.computed(repeating.scheduler.schedule())
+    step = repeating.scheduler.schedule()
+    repeating.scheduler.running.remove(request)
+    repeating.scheduler._preempt_request(request, 0.0)
+    assert repeating.lost(step, repeat=True) == {}
+    assert places(repeating.scheduler.schedule()) == {request.request_id: (0, 41)}
+
+
+def test_steps_are_repeated_for_the_recovery_time_and_a_good_one_begins_it_anew(
+    repeating: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import time
+
+    from afdpatch.patches import scheduler
+
+    clock = [100.0]
+    monkeypatch.setattr(repeating.scheduler, "_repeat_s", 60.0)
+    monkeypatch.setattr(scheduler, "time", type("time", (), {"monotonic": staticmethod(lambda: clock[0])}))
+    assert time.monotonic() != clock[0]
+    request = repeating.add(PROMPT[:40])
+    for wait in (0, 30, 30):
+        clock[0] += wait
+        assert repeating.lost(repeating.scheduler.schedule(), repeat=True) == {}
+    repeating.computed(repeating.scheduler.schedule())
+    for wait in (30, 60):
+        clock[0] += wait
+        assert repeating.lost(repeating.scheduler.schedule(), repeat=True) == {}
+    clock[0] += 1
+    assert repeating.lost(repeating.scheduler.schedule(), repeat=True) == {request.request_id: "error"}
+
+
+@pytest.mark.parametrize(("runner_v2", "ended"), [(False, True), (True, False)])
+def test_who_has_a_seed_is_repeated_on_runner_v2_only(repeating: Engine, runner_v2: bool, ended: bool) -> None:
+    plain, seeded = repeating.add(PROMPT[:40]), repeating.add(PROMPT[CHUNK : CHUNK + 40], seed=3)
+    repeating.computed(repeating.scheduler.schedule())
+    repeating.scheduler.use_v2_model_runner = runner_v2
+    found = repeating.lost(repeating.scheduler.schedule(), repeat=True)
+    assert found == ({seeded.request_id: "error"} if ended else {})
+    assert plain.request_id in places(repeating.scheduler.schedule())
+
+
+def test_log_probabilities_of_a_prompt_come_once_so_its_steps_are_not_repeated(repeating: Engine) -> None:
+    request = repeating.add(PROMPT[:40], prompt_logprobs=1)
+    assert repeating.lost(repeating.scheduler.schedule(), repeat=True) == {request.request_id: "error"}
+    request = repeating.add(PROMPT[:40], prompt_logprobs=1)
+    repeating.computed(repeating.scheduler.schedule())
+    assert repeating.lost(repeating.scheduler.schedule(), repeat=True) == {}
+
+
+def test_losses_one_after_the_other_that_are_repeated_lose_nothing_of_a_full_memory(repeating: Engine) -> None:
+    requests = [repeating.add(list(range(700 * n, 700 * n + 300)), max_tokens=40) for n in range(10)]
+    for number in range(600):
+        if not repeating.scheduler.has_requests():
+            break
+        step = repeating.scheduler.schedule()
+        assert (repeating.computed(step) if number % 3 else repeating.lost(step, repeat=True)).keys() <= {
+            r.request_id for r in requests
+        }
+    assert [request.num_output_tokens for request in requests] == [40] * 10
+    assert repeating.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
+
+
 def test_a_lost_step_survives_the_way_between_processes() -> None:
     import pickle
     from types import SimpleNamespace
@@ -231,10 +380,11 @@ def test_a_lost_step_survives_the_way_between_processes() -> None:
     from afdpatch.patches.scheduler import LostStep
 
     step: Any = SimpleNamespace(num_scheduled_tokens={"a": 3, "b": 1})
-    again = pickle.loads(pickle.dumps(LostStep(step, "gone")))
-    assert (type(again), again.why, again.req_ids, again.req_id_to_index) == (
+    again = pickle.loads(pickle.dumps(LostStep(step, "gone", repeat=True)))
+    assert (type(again), again.why, again.repeat, again.req_ids, again.req_id_to_index) == (
         LostStep,
         "gone",
+        True,
         ["a", "b"],
         {"a": 0, "b": 1},
     )
@@ -246,6 +396,7 @@ class Forward:
     outcome: Any = None
 
     def execute_model(self, scheduler_output: Any) -> Any:
+        self.ran = scheduler_output.total_num_scheduled_tokens
         if isinstance(self.outcome, Exception):
             raise self.outcome
         return self.outcome
@@ -254,22 +405,67 @@ class Forward:
         return "tokens"
 
 
-def test_the_worker_answers_a_lost_step_in_both_places_where_vllm_asks_and_no_other_error() -> None:
-    from types import SimpleNamespace
-
-    from afdpatch.patches.scheduler import LostStep
+@pytest.fixture
+def worker() -> Any:
+    """The attention role over a made-up worker."""
     from afdpatch.patches.worker import AttentionRole
+
+    made: Any = object.__new__(type("Worker", (AttentionRole, Forward), {}))
+    made._losses = 0
+    return made
+
+
+def test_the_worker_answers_a_lost_step_in_both_places_where_vllm_asks_and_no_other_error(
+    worker: Any, engine: Engine
+) -> None:
+    from afdpatch.patches.scheduler import LostStep
     from afdpatch.runtime.connectors.base import NoFfnServer
 
-    worker: Any = object.__new__(type("Worker", (AttentionRole, Forward), {}))
-    step: Any = SimpleNamespace(num_scheduled_tokens={"a": 3})
+    engine.add(PROMPT)
+    step = engine.scheduler.schedule()
     worker.outcome = NoFfnServer("nobody came")
     lost = worker.execute_model(step)
-    assert (type(lost), lost.why) == (LostStep, "NoFfnServer: nobody came")
+    assert (type(lost), lost.why, lost.repeat) == (LostStep, "NoFfnServer: nobody came", False)
     assert worker.sample_tokens(None) is lost  # with asynchronous scheduling the step's result comes from here
     worker.outcome = None
+    engine.lost(step)
+    engine.add(PROMPT)
+    step = engine.scheduler.schedule()
     assert worker.execute_model(step) is None
     assert worker.sample_tokens(None) == "tokens"
     worker.outcome = ValueError("a bug")
     with pytest.raises(ValueError, match="a bug"):
         worker.execute_model(step)
+
+
+@pytest.mark.parametrize("engine", ["AfdAsyncScheduler"], indirect=True)
+def test_the_worker_does_not_run_a_step_that_was_scheduled_before_the_loss_was_known(
+    worker: Any, repeating: Engine
+) -> None:
+    """Runner V1 would embed the token -1 there: the one that the lost step should have sampled."""
+    from afdpatch.patches.scheduler import LostStep
+    from afdpatch.runtime.connectors.base import StepLost
+
+    repeating.add(PROMPT[:40])
+    lost, on_top = repeating.scheduler.schedule(), repeating.scheduler.schedule()
+    worker.outcome = StepLost("gone")
+    first = worker.execute_model(lost)
+    assert (worker.ran, first.repeat) == (40, True)
+    worker.outcome = None
+    second = worker.execute_model(on_top)
+    assert (worker.ran, type(second), worker.sample_tokens(None)) == (0, LostStep, second)  # who comes and goes only
+    assert on_top.total_num_scheduled_tokens == 1
+    repeating.scheduler.update_from_output(lost, first)
+    again = repeating.scheduler.schedule()
+    repeating.scheduler.update_from_output(on_top, second)
+    assert worker.execute_model(again) is None
+    assert worker.ran == 40
+
+
+def test_a_step_that_no_scheduler_made_is_run_whatever_was_lost(worker: Any) -> None:
+    """vLLM's warm-up makes its own."""
+    from types import SimpleNamespace
+
+    worker._losses = 3
+    assert worker.execute_model(SimpleNamespace(total_num_scheduled_tokens=5, num_scheduled_tokens={})) is None
+    assert worker.ran == 5

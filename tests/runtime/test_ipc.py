@@ -15,9 +15,8 @@ from torch import Tensor
 from afdpatch.runtime.config import AfdConfig
 from afdpatch.runtime.connectors import ipc_attention, ipc_ffn
 from afdpatch.runtime.connectors._ipc import Announced, HandlePage, HangUp
-from afdpatch.runtime.connectors.base import InvalidHop, NoFfnServer
+from afdpatch.runtime.connectors.base import FfnError, InvalidHop, NoFfnServer, StepLost
 from afdpatch.runtime.connectors.factory import gpu_ffn_connector
-from afdpatch.runtime.connectors.ipc_attention import StepLost
 from afdpatch.runtime.ffn_loop import FfnLoop
 from afdpatch.runtime.protocol import Greeting, ProtocolError
 from afdpatch.runtime.status import StatusPage
@@ -189,9 +188,9 @@ def test_a_captured_step_is_replayed_as_a_whole_and_an_unknown_graph_is_an_error
     assert pair.attention_page.snapshot().hops == pair.ffn_page.snapshot().hops == 6
 
 
-def test_a_step_whose_layer_failed_is_lost_and_the_next_one_goes_on(pair: Pair) -> None:
+def test_a_step_whose_layer_failed_is_not_to_be_repeated_and_the_next_one_goes_on(pair: Pair) -> None:
     pair.fails = True
-    with pytest.raises(StepLost, match=r"it can't be computed; on the GPU: aborted"):
+    with pytest.raises(FfnError, match=r"it can't be computed; on the GPU: aborted"):
         pair.step(3)
     pair.fails = False
     assert pair.step(3) == 24.0
@@ -237,6 +236,67 @@ def test_a_draining_server_lets_its_peer_go_between_steps(pair: Pair) -> None:
     until(lambda: pair.ffn_page.snapshot().peers == 0, "no peer at the draining server")
     pair.ffn_page.request_drain(False)
     assert pair.step(2) == 24.0
+
+
+def test_what_was_computed_before_a_goodbye_was_read_counts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asynchronous scheduling: the next step is announced before the results of the one before are looked at."""
+    hidden = torch.ones(2, HIDDEN)
+    for layer in LAYERS:
+        hidden = pair.route.hop(hidden, layer)
+    before = pair.route.under_way
+    assert before is not None
+    restarted = threading.Thread(target=lambda: (pair.loop.stop(), pair.start_ffn()))
+    waited: list[str] = []
+
+    def synchronize(*device: Any) -> None:
+        if not waited:
+            waited.append("aborted" if before._end.buffers.aborted else "in peace")  # type: ignore[union-attr]
+            restarted.start()
+
+    before._leaves = True  # the goodbye was read by the watch, while the step was on the GPU
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    assert pair.step(2) == 24.0
+    restarted.join()
+    assert waited == ["in peace"]
+    pair.route.check(before)
+    assert float(hidden[0, 0]) == 24.0
+
+
+@pytest.mark.parametrize("how", ["arrived", "in the socket", "on the list", "on the GPU"])
+def test_a_draining_server_keeps_a_peer_to_whom_it_owes_a_step(
+    pair: Pair, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.step(2)
+    pair.loop.stop()
+    connector: Any = pair.loop._connector
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer: Any = object.__new__(ipc_ffn.GpuPeer)
+    peer.number, peer.unanswered, peer.let_go, peer.sock = 7, set(), True, ours
+    dropped: list[Any] = []
+    connector._drop = dropped.append
+    connector._peers = {1: peer}
+    hop = types.SimpleNamespace(peer=7)
+    idle = True
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(query=lambda: idle))
+    if how == "arrived":
+        connector._arrived = [hop]
+    elif how == "on the list":
+        connector._todo.append(hop)
+    elif how == "in the socket":
+        theirs.send(b"announced")
+    else:
+        idle = False
+    connector._let_go()
+    assert dropped == []
+    connector._arrived = []
+    connector._todo.clear()
+    idle = True
+    if how == "in the socket":
+        ours.recv(100)
+    connector._let_go()
+    assert dropped == [peer]
+    connector._peers = {}
+    ours.close(), theirs.close()
 
 
 def capture(pair: Pair, rows: int, capturing: list[bool]) -> None:

@@ -1,8 +1,8 @@
-"""What both sides of the `ipc` connector share: how a step is announced, the page of handles, the watch over a peer.
+"""What both sides of connectors between GPUs share: how a step is announced, the page of handles, the watch on a peer.
 
-Greeting and messages are those of `shm`. In the place of the payload's memfd goes one with the two handles of the GPU
-buffers; and the header of a HOP announces a whole step: the first layer, and in the place of the payload's offset how
-the step is launched. Payloads and flags go from GPU to GPU.
+Greeting and messages of `ipc` are those of `shm`, and in the place of the payload's memfd goes one with the two handles
+of the GPU buffers; `nccl` has those of `tcp`. The header of a HOP announces a whole step: the first layer, and in the
+place of the payload's offset how the step is launched. Payloads and flags go from GPU to GPU.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from afdpatch.runtime.protocol import ProtocolError
 
 _PAGE = 4096
 _HALF = 2048
+_LOOK_MS = 100
 _LENGTH = struct.Struct("<I")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -99,11 +100,17 @@ class HangUp:
     """A thread that calls ``on_gone`` as soon as the other end of a socket has gone, whoever waits for what meanwhile.
 
     A host may be held up in a launch while its GPU waits for a peer that died; this thread isn't.
+
+    Args:
+        look: called meanwhile, every tenth of a second; None for nothing.
     """
 
-    def __init__(self, sock: socket.socket, on_gone: Callable[[], None]) -> None:
+    def __init__(
+        self, sock: socket.socket, on_gone: Callable[[], None], look: Callable[[], None] | None = None
+    ) -> None:
         self._sock = sock
         self._on_gone = on_gone
+        self._look = look
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="afd-ipc-hang-up", daemon=True)
         self._thread.start()
@@ -111,13 +118,19 @@ class HangUp:
     def _run(self) -> None:
         poll = select.poll()
         poll.register(self._sock, select.POLLRDHUP)
-        poll.poll()
+        while not poll.poll(None if self._look is None else _LOOK_MS) and not self._stopped:
+            if self._look is not None:
+                self._look()
         if not self._stopped:
             self._on_gone()
 
     def stop(self) -> None:
         """End the thread and both directions of the socket, which is still open; ``on_gone`` isn't called any more."""
         self._stopped = True
+        self.end_connection()
+        self._thread.join()
+
+    def end_connection(self) -> None:
+        """End both directions of the socket, which both sides then notice as if the other had gone."""
         with contextlib.suppress(OSError):  # the peer's end closed it
             self._sock.shutdown(socket.SHUT_RDWR)
-        self._thread.join()

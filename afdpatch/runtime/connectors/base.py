@@ -35,6 +35,10 @@ class NoFfnServer(ConnectorError):
     """No FFN server answered a hop, its repeats included, before the deadline."""
 
 
+class StepLost(ConnectorError):
+    """The connection broke while a step was on the GPU: what it gave is worthless; it may go well over a new one."""
+
+
 class Unreachable(ConnectorError):
     """Nobody listens at the address, or nobody answered the greeting in time; trying again may help."""
 

@@ -64,16 +64,39 @@ def ffn_connector(config: AfdConfig, rank: int, page: StatusPage | None = None) 
     )
 
 
+def gpu_end(config: AfdConfig) -> GpuEnd:
+    """What all connections of an attention rank on a GPU share, for `gpu_connectors`."""
+    from afdpatch.runtime.connectors.ipc import GpuEnd
+
+    if config.transport == "nccl":
+        from afdpatch.runtime.connectors.nccl import NcclBuffers
+
+        return GpuEnd(config.hop_timeout_s, NcclBuffers)
+    return GpuEnd(config.hop_timeout_s)
+
+
 def gpu_connectors(config: AfdConfig, end: GpuEnd) -> Callable[[int], AttentionConnector]:
-    """As `attention_connectors`, with transport ``ipc``: all connections share one end on the GPU.
+    """As `attention_connectors`, with transport ``ipc`` or ``nccl``: all connections share one end on the GPU.
 
     Raises:
         ConfigError: the secret can't be read.
     """
     from afdpatch.runtime.connectors.ipc import IpcAttentionConnector
+    from afdpatch.runtime.connectors.nccl import NcclAttentionConnector
 
     secret = read_secret(config.secret_file)
-    return lambda ffn_rank: IpcAttentionConnector(address_of(config.host, config.port, ffn_rank), end, secret=secret)
+
+    def make(ffn_rank: int) -> AttentionConnector:
+        if config.transport == "nccl":
+            return NcclAttentionConnector(
+                *config.ffn_address(ffn_rank),
+                end,
+                secret=secret,
+                peer_timeout_s=max(config.peer_timeout_s, config.hop_timeout_s),
+            )
+        return IpcAttentionConnector(address_of(config.host, config.port, ffn_rank), end, secret=secret)
+
+    return make
 
 
 def gpu_ffn_connector(
@@ -89,13 +112,25 @@ def gpu_ffn_connector(
         ConfigError: the secret can't be read.
     """
     from afdpatch.runtime.connectors.ipc import IpcFfnConnector
+    from afdpatch.runtime.connectors.nccl import NcclFfnConnector
 
+    secret = read_secret(config.secret_file)
+    if config.transport == "nccl":
+        return NcclFfnConnector(
+            *config.ffn_address(rank),
+            compute,
+            freeze=freeze,
+            hop_timeout_s=config.hop_timeout_s,
+            secret=secret,
+            page=page,
+            peer_timeout_s=config.peer_timeout_s,
+        )
     return IpcFfnConnector(
         address_of(config.host, config.port, rank),
         compute,
         freeze=freeze,
         hop_timeout_s=config.hop_timeout_s,
-        secret=read_secret(config.secret_file),
+        secret=secret,
         page=page,
         peer_timeout_s=config.peer_timeout_s,
     )

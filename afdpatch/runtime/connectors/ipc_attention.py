@@ -1,4 +1,4 @@
-"""The attention side of the `ipc` connector."""
+"""The attention side of connectors between GPUs, and of `ipc`."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ import functools
 import os
 import select
 import socket
-from typing import NoReturn
+import time
+from abc import abstractmethod
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from afdpatch.kernels import HopBuffers, HopCode, HopError
 from afdpatch.kernels.layout import LayoutError
+from afdpatch.runtime.connectors._attention import SocketAttentionConnector
 from afdpatch.runtime.connectors._ipc import Announced, HandlePage, HangUp
 from afdpatch.runtime.connectors._memory import send_greeting
 from afdpatch.runtime.connectors.base import (
     ConnectionRefused,
     ConnectorError,
+    FfnError,
     HopTimeout,
     InvalidHop,
     PeerLost,
+    StepLost,
     Unreachable,
 )
 from afdpatch.runtime.connectors.shm_attention import ShmAttentionConnector
@@ -33,14 +38,11 @@ from afdpatch.runtime.protocol import (
     Header,
     Kind,
     ProtocolError,
-    error_text,
 )
 
 _HOP = int(Kind.HOP)
-
-
-class StepLost(ConnectorError):
-    """The step that this hop belongs to was lost before it; the next step goes over a new connection."""
+_TEXT_NS = 1_000_000_000
+"""How long the text behind an ERROR may take."""
 
 
 class Replay:
@@ -53,29 +55,40 @@ class Replay:
         return self.rows
 
 
+class StaleGraph(ConnectorError):
+    """A graph can't be replayed any more: it was captured over a connection that has gone. The step goes eagerly."""
+
+
 class GpuEnd:
     """The attention rank's buffers on its GPU, and the sizes of the graphs that name them.
 
     It outlives connections: captured graphs go on with the buffers of whatever FFN server is connected next.
 
+    Args:
+        hop_timeout_s: deadline of one wait on the GPU.
+        kind: class of the buffers, `HopBuffers` or one that does the same.
+
     Attributes:
         under_way: the connection on which the last step was announced.
+        stale: whether graphs were captured over a connection that has gone, and can't go on with another.
     """
 
-    def __init__(self, hop_timeout_s: float) -> None:
+    def __init__(self, hop_timeout_s: float, kind: type[Any] | None = None) -> None:
         self.hop_timeout_s = hop_timeout_s
-        self.buffers: HopBuffers | None = None
+        self.buffers: Any = None
         self.graphs: set[int] = set()
-        self.under_way: IpcAttentionConnector | None = None
+        self.under_way: GpuAttentionConnector | None = None
+        self.stale = False
+        self._kind = kind
 
-    def make(self, greeting: Greeting) -> HopBuffers:
+    def make(self, greeting: Greeting) -> Any:
         """The buffers, made at the first call on the current device.
 
         Raises:
             Unreachable: a connection uses them.
         """
         if self.buffers is None:
-            self.buffers = HopBuffers.create(
+            self.buffers = (self._kind or HopBuffers).create(
                 greeting.max_rows,
                 greeting.hidden_size,
                 greeting.dtype,
@@ -89,53 +102,40 @@ class GpuEnd:
         return self.buffers
 
 
-class IpcAttentionConnector(ShmAttentionConnector):
-    """Hops from GPU to GPU of one host: a hop is a launch in the current stream, and no host waits for it.
+class GpuAttentionConnector(SocketAttentionConnector):
+    """Hops from GPU to GPU: a hop is launched in the current stream, and no host waits for it.
 
     The FFN's host is told once a step (at its first layer, or before the replay of a graph) that a step of so many rows
     begins, and launches the other half of every layer. What went wrong on the way shows in `failure`, once the results
-    of the step have been waited for.
-
-    Args:
-        address: of the FFN server, from ``address_of``.
-        end: this rank's buffers; one connection at a time uses them.
-        secret: shared with the FFN server, or None.
+    of the step have been waited for. A transport says how the two GPUs meet.
     """
 
-    def __init__(self, address: str, end: GpuEnd, *, secret: bytes | None = None) -> None:
-        super().__init__(address, secret=secret, spin_us=0)
-        self._end = end
-        self._page: HandlePage | None = None
-        self._hang_up: HangUp | None = None
-        self._begun = False
-        self._leaves = False
+    _end: GpuEnd
+    """This rank's buffers; one connection at a time uses them."""
+    _hang_up: HangUp | None = None
+    _begun = False
+    _leaves = False
+    _ended_well = False
+    _failed: str | None = None  # what the FFN's host couldn't compute
+
+    @abstractmethod
+    def _meet(self, sock: socket.socket, deadline_s: float) -> None:
+        """Open the buffers to the peer's and start the watch over it. Raises ConnectorError, and then drops."""
+
+    def _step_begins(self) -> None:
+        """The step that was announced is launched from now on."""
+
+    def _step_is_launched(self) -> None:
+        """Its last launch is in the current stream."""
 
     # Connecting
-
-    def _greet(self, sock: socket.socket, greeting: Greeting, sealed: bytes, deadline_s: float) -> None:
-        buffers = self._end.make(greeting)
-        self._page, fd = HandlePage.create()
-        try:
-            self._page.put("attention", buffers.handle())
-            send_greeting(sock, sealed, fd)
-        finally:
-            os.close(fd)
-        self._read = functools.partial(sock.recv_into, self._in)
 
     def connect(self, greeting: Greeting, deadline_s: float) -> Greeting:
         with self._lock:
             theirs = super().connect(greeting, deadline_s)
-            buffers, sock = self._end.buffers, self._sock
-            assert buffers is not None and sock is not None and self._page is not None
-            self._first = greeting.layers[0]
-            try:
-                buffers.open(self._page.get("ffn"))
-                buffers.reset()
-            except (HopError, LayoutError) as error:
-                buffers.disconnect()
-                self._drop(str(error))
-                raise ConnectionRefused(f"the FFN server at {self.where}: {error}") from error
-            self._hang_up = HangUp(sock, buffers.abort)
+            assert self._sock is not None
+            self._first, self._last = greeting.layers[0], greeting.layers[-1]
+            self._meet(self._sock, deadline_s)
             for rows in sorted(self._end.graphs, reverse=True):
                 self._say_step(Announced.CAPTURE, rows, 0, 0, deadline_s)
             return theirs
@@ -161,7 +161,7 @@ class IpcAttentionConnector(ShmAttentionConnector):
             if layer == self._first:
                 self._announce(hidden, sequence, step, deadline_s)
             if isinstance(hidden, Replay):
-                return torch.empty(0)
+                return torch.empty(0)  # `replayed` follows
             if self._sock is None or not self._begun:
                 raise StepLost(f"hop of layer {layer}: the step's connection to {self.where} is lost: {self._why_lost}")
             if layer not in self._layers:
@@ -169,7 +169,20 @@ class IpcAttentionConnector(ShmAttentionConnector):
             buffers = self._end.buffers
             assert buffers is not None
             # A tensor of its own: a view of the slot would be overwritten by the next hop's reply.
-            return buffers.exchange(hidden.contiguous(), layer, micro_batch, torch.empty_like(hidden))
+            result: Tensor = buffers.exchange(hidden.contiguous(), layer, micro_batch, torch.empty_like(hidden))
+            if layer == self._last and not torch.cuda.is_current_stream_capturing():
+                self._step_is_launched()
+            return result
+
+    def replayed(self) -> None:
+        """The graph whose replay was announced is in the current stream."""
+        with self._lock:
+            if self._sock is not None:
+                self._step_is_launched()
+
+    def graphs_stand(self) -> bool:
+        """Whether graphs that were captured over this connection may be replayed, now or over the next one."""
+        return True
 
     def _announce(self, hidden: Tensor | Replay, sequence: int, step: int, deadline_s: float) -> None:
         rows = len(hidden)
@@ -177,15 +190,19 @@ class IpcAttentionConnector(ShmAttentionConnector):
             raise PeerLost(f"no connection to the FFN server at {self.where}: {self._why_lost}")
         self._listen_in()
         if isinstance(hidden, Replay):
+            if self._end.stale:
+                raise StaleGraph(f"graph of {rows} rows: it was captured over a connection that has gone")
             if rows not in self._end.graphs:
                 raise InvalidHop(f"replay of {rows} rows: expected a captured graph: {sorted(self._end.graphs)}")
             self._say_step(Announced.GRAPH, rows, sequence, step, deadline_s)
+            self._step_begins()
         elif torch.cuda.is_current_stream_capturing():
             if rows not in self._end.graphs:
                 self._say_step(Announced.CAPTURE, rows, sequence, step, deadline_s)
                 self._end.graphs.add(rows)
         else:
             self._say_step(Announced.EAGER, rows, sequence, step, deadline_s)
+            self._step_begins()
         self._begun = True
         self._end.under_way = self
 
@@ -194,10 +211,10 @@ class IpcAttentionConnector(ShmAttentionConnector):
         assert sock is not None
         tail = (sequence, step, self._first, 0, rows, layout.hidden, int(what), rows * layout.row_bytes)
         HEADER.pack_into(self._out, 0, MAGIC, PROTOCOL_VERSION, _HOP, self._code, *tail)
-        while True:
+        left = memoryview(self._out)
+        while left:
             try:
-                sock.send(self._out, socket.MSG_NOSIGNAL)
-                return
+                left = left[sock.send(left, socket.MSG_NOSIGNAL) :]
             except BlockingIOError:
                 try:
                     self._wait(sock, select.POLLOUT, deadline_s)
@@ -233,31 +250,50 @@ class IpcAttentionConnector(ShmAttentionConnector):
         if length >= HEADER_BYTES and Header.unpack(memoryview(self._in)[:length]).kind == Kind.BYE:
             self._leaves = True
         elif length >= HEADER_BYTES and Header.unpack(memoryview(self._in)[:length]).kind == Kind.ERROR:
-            raise EOFError(self._told(length))
+            self._failed = self._told(length)
+            raise EOFError(self._failed)
         else:
             super()._take_quiet(length)
 
     def _told(self, length: int) -> str:
         """The text of the error in ``_in``."""
-        message = memoryview(self._in)[:length]
-        return f"layer {Header.unpack(message).layer} can't be computed: {error_text(message)}"
+        header = Header.unpack(memoryview(self._in)[:length])
+        text = self._error_text(header, length, time.monotonic_ns() + _TEXT_NS)
+        return f"layer {header.layer} can't be computed: {text}"
 
-    def failure(self) -> str | None:
-        """Why the steps that were waited for are worthless, None if they went well: a look at host memory."""
+    def failure(self) -> ConnectorError | None:
+        """Why the steps that were waited for are worthless, None if they went well: a look at host memory.
+
+        `FfnError` for what the FFN's host couldn't compute, and `StepLost` for the rest, which may be repeated.
+        """
         with self._lock:
             buffers = self._end.buffers
             if self._sock is None or buffers is None:
-                return self._why_lost
+                return None if self._ended_well else self._verdict(self._why_lost)
             status = buffers.status()
             if status.code is HopCode.OK:
                 return None
             told = self._words() or "no word from the FFN server"
             late = f" within {self._end.hop_timeout_s:g} s" if status.code is HopCode.DEADLINE else ""
-            return f"{told}; on the GPU: {status}{late}"
+            return self._verdict(f"{told}; on the GPU: {status}{late}")
+
+    def _verdict(self, why: str) -> ConnectorError:
+        return FfnError(why) if self._failed is not None else StepLost(why)
 
     # The end
 
     def _end_with(self, why: str, kind: type[PeerLost] = PeerLost) -> NoReturn:
+        """End the connection before a step's announcement: every step that was announced is on the GPU.
+
+        They are waited for, each wait of theirs up to its deadline unless the peer has gone; a server that said goodbye
+        answers them first. So they count, unless one of them failed.
+        """
+        buffers = self._end.buffers
+        assert buffers is not None
+        if not self._leaves:
+            buffers.abort()
+        torch.cuda.synchronize(buffers.device)
+        self._ended_well = buffers.status().code is HopCode.OK
         self._drop(why)
         raise kind(f"{self.where}: {why}; look at that server's log, restart it if it has ended")
 
@@ -270,6 +306,43 @@ class IpcAttentionConnector(ShmAttentionConnector):
             buffers.disconnect()  # waits for the device
             hang_up.stop()
         super()._drop(why)
+
+
+class IpcAttentionConnector(GpuAttentionConnector, ShmAttentionConnector):
+    """Hops between GPUs of one host.
+
+    Args:
+        address: of the FFN server, from ``address_of``.
+        end: this rank's buffers; one connection at a time uses them.
+        secret: shared with the FFN server, or None.
+    """
+
+    def __init__(self, address: str, end: GpuEnd, *, secret: bytes | None = None) -> None:
+        super().__init__(address, secret=secret, spin_us=0)
+        self._end = end
+        self._page: HandlePage | None = None
+
+    def _greet(self, sock: socket.socket, greeting: Greeting, sealed: bytes, deadline_s: float) -> None:
+        buffers = self._end.make(greeting)
+        self._page, fd = HandlePage.create()
+        try:
+            self._page.put("attention", buffers.handle())
+            send_greeting(sock, sealed, fd)
+        finally:
+            os.close(fd)
+        self._read = functools.partial(sock.recv_into, self._in)
+
+    def _meet(self, sock: socket.socket, deadline_s: float) -> None:
+        buffers = self._end.buffers
+        assert self._page is not None
+        try:
+            buffers.open(self._page.get("ffn"))
+            buffers.reset()
+        except (HopError, LayoutError) as error:
+            buffers.disconnect()
+            self._drop(str(error))
+            raise ConnectionRefused(f"the FFN server at {self.where}: {error}") from error
+        self._hang_up = HangUp(sock, buffers.abort)
 
     def _release(self) -> None:
         if self._page is not None:

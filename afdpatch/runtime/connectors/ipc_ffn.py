@@ -1,18 +1,21 @@
-"""The FFN side of the `ipc` connector."""
+"""The FFN side of connectors between GPUs, and of `ipc`."""
 
 from __future__ import annotations
 
 import logging
+import select
 import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from afdpatch.kernels import HopBuffers, HopCode, HopError
 from afdpatch.kernels.layout import LayoutError
+from afdpatch.runtime.connectors._ffn import SocketFfnConnector
 from afdpatch.runtime.connectors._ipc import Announced, HandlePage, HangUp
 from afdpatch.runtime.connectors._peer import QUIET, Peer, Pending
 from afdpatch.runtime.connectors.base import IncomingHop
@@ -27,41 +30,22 @@ log = logging.getLogger(__name__)
 Compute = Callable[[int, Tensor], Tensor]
 
 
-class IpcFfnConnector(ShmFfnConnector):
-    """Answers steps of attention ranks on GPUs of this host; see ``IpcAttentionConnector`` for the other side.
+class GpuFfnConnector(SocketFfnConnector):
+    """Answers steps of attention ranks on GPUs; see ``GpuAttentionConnector`` for the other side.
 
     A step is announced once, and steps are launched whole, in the order of their announcements. Of an eager one
     ``receive`` gives the hops one by one, each with rows that will be there when the stream gets to them; one from a
     graph is replayed here. All launches go to the current stream of the thread that calls ``receive``.
 
-    Args:
-        address: of this FFN server, from ``address_of``.
-        compute: one layer's FFN, as the loop's; captured into graphs.
-        freeze: called with True before the first graph is captured and with False when there is none any more: what
-            graphs point at must not move meanwhile.
-        hop_timeout_s: deadline of one wait on the GPU.
-        secret, page, peer_timeout_s: see ``SocketFfnConnector``.
+    A transport has its own `GpuPeer`, and sets the three attributes.
     """
 
-    def __init__(
-        self,
-        address: str,
-        compute: Compute,
-        *,
-        freeze: Callable[[bool], None] | None = None,
-        hop_timeout_s: float = 60.0,
-        secret: bytes | None = None,
-        page: StatusPage | None = None,
-        peer_timeout_s: float = 30.0,
-    ) -> None:
-        super().__init__(address, secret=secret, page=page, peer_timeout_s=peer_timeout_s)
-        self._compute = compute
-        self._freeze = freeze or (lambda frozen: None)
-        self.hop_timeout_s = hop_timeout_s
-        self._todo: deque[IncomingHop] = deque()
-
-    def _stranger(self, sock: socket.socket, who: str, pid: int, handshake: Handshake, deadline_s: float) -> ShmPending:
-        return _IpcPending(sock, who, pid, handshake, deadline_s, self.hop_timeout_s)
+    _compute: Compute
+    """One layer's FFN, as the loop's; captured into graphs."""
+    _freeze: Callable[[bool], None]
+    """Called with True before the first graph is captured and with False when there is none any more: what graphs
+    point at must not move meanwhile."""
+    _todo: deque[IncomingHop]
 
     # Steps
 
@@ -72,7 +56,7 @@ class IpcFfnConnector(ShmFfnConnector):
         while self._todo:
             hop = self._todo.popleft()
             peer = self._numbers.get(hop.peer)
-            if isinstance(peer, _IpcPeer):
+            if isinstance(peer, GpuPeer):
                 header = hop.header
                 return [hop._replace(hidden=peer.buffers.receive(header.rows, header.layer, header.micro_batch))]
         return []
@@ -84,13 +68,15 @@ class IpcFfnConnector(ShmFfnConnector):
     def _begin(self, said: IncomingHop) -> None:
         """Launch what was announced; of an eager step, put its hops on the list."""
         peer, header = self._numbers.get(said.peer), said.header
-        if not isinstance(peer, _IpcPeer):
+        if not isinstance(peer, GpuPeer):
             return
         status = peer.buffers.status()
         if status.code is not HopCode.OK:
             self._lose(peer, f"its last step failed on the GPU ({status})")
             return
         what, rows, layers = Announced.of(header.offset), header.rows, peer.layers
+        if what is not Announced.CAPTURE:
+            peer.step_begins()
         if what is Announced.EAGER or (what is Announced.GRAPH and rows not in peer.graphs):
             if what is Announced.GRAPH:
                 self._missing(f"no graph of {rows} rows for attention rank {peer.rank}: the step is computed eagerly")
@@ -101,11 +87,12 @@ class IpcFfnConnector(ShmFfnConnector):
             self._capture(peer, rows)
             return
         peer.graphs[rows].replay()
+        peer.step_is_launched()
         if self._page is not None:
             self._page.count_step()
             self._page.count_hops(len(layers), rows, header.nbytes)
 
-    def _capture(self, peer: _IpcPeer, rows: int) -> None:
+    def _capture(self, peer: GpuPeer, rows: int) -> None:
         """The other half of a graph that the attention server captures with so many rows."""
         if rows in peer.graphs:
             return
@@ -132,7 +119,7 @@ class IpcFfnConnector(ShmFfnConnector):
             self._page.count(Event.ERROR, text)
 
     def _graphs(self) -> bool:
-        return any(isinstance(peer, _IpcPeer) and peer.graphs for peer in self._peers.values())
+        return any(isinstance(peer, GpuPeer) and peer.graphs for peer in self._peers.values())
 
     def reply_error(self, hop: IncomingHop, text: str) -> None:
         """Tell the peer's host and end the connection: its GPU waits for an answer that won't come."""
@@ -144,16 +131,29 @@ class IpcFfnConnector(ShmFfnConnector):
     # The end
 
     def _let_go(self) -> None:
-        """While draining: a goodbye to every peer; it leaves before its next step, or is left once the GPU is idle."""
+        """While draining: a goodbye to every peer; it leaves before its next step, or is left once nothing is owed.
+
+        What it announced before it read the goodbye is computed: while some of that has arrived, or lies in the socket,
+        or is on the GPU, it stays.
+        """
+        owed = {hop.peer for hop in (*self._todo, *self._arrived)}
         for peer in list(self._peers.values()):
-            if isinstance(peer, _IpcPeer) and not peer.let_go:
+            if isinstance(peer, GpuPeer) and not peer.let_go:
                 peer.let_go = True
                 self._send(peer, control(Kind.BYE))
-            elif torch.cuda.current_stream().query():
+                continue
+            owes = peer.number in owed or peer.unanswered or self._unread(peer)
+            if not owes and torch.cuda.current_stream().query():
                 self._drop(peer)
 
+    @staticmethod
+    def _unread(peer: Peer) -> bool:
+        poll = select.poll()
+        poll.register(peer.sock, select.POLLIN)
+        return bool(poll.poll(0))
+
     def _lose(self, peer: Peer, why: str) -> None:
-        if isinstance(peer, _IpcPeer):
+        if isinstance(peer, GpuPeer):
             peer.buffers.abort()
         super()._lose(peer, why)
 
@@ -162,6 +162,78 @@ class IpcFfnConnector(ShmFfnConnector):
         super()._drop(peer)
         if had_graphs and not self._graphs():
             self._freeze(False)
+
+
+class GpuPeer(Peer):
+    """A greeted attention rank: the buffers that are its own, and the graphs that were captured with it."""
+
+    def __init__(self, pending: Pending, number: int, greeting: Greeting, buffers: Any) -> None:
+        super().__init__(pending, number, greeting, inline=True)
+        self.buffers = buffers
+        self.layers = greeting.layers
+        self.hang_up = self.watch()
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+        self.let_go = False
+        # One byte more than any message may have, so that a longer one shows.
+        self._in = bytearray(HEADER_BYTES + 1)
+
+    def watch(self) -> HangUp:
+        """The watch over the peer."""
+        return HangUp(self.sock, self.buffers.abort)
+
+    def step_begins(self) -> None:
+        """A step of this peer is launched from now on."""
+
+    def step_is_launched(self) -> None:
+        """Its last launch is in the current stream."""
+
+    def message(self) -> Header | None:
+        """The next whole message, not held against anything; as ``read`` otherwise."""
+        try:
+            length = self.sock.recv_into(self._in)
+        except BlockingIOError:
+            return None
+        if not length:
+            raise EOFError("end of the stream")
+        if length != HEADER_BYTES:
+            raise ProtocolError("message length", length, f"{HEADER_BYTES} bytes")
+        return Header.unpack(self._in)
+
+    def read(self) -> Header | None:
+        header = self.message()
+        if header is None or header.kind in QUIET:
+            return header
+        self._limits.check(header._replace(offset=0))
+        # Steps are announced ahead of the GPU, so the one before need not be answered yet. Graphs that are captured
+        # again for a new connection have no number.
+        if Announced.of(header.offset) is not Announced.CAPTURE:
+            if header.sequence <= self._last_sequence:
+                raise ProtocolError("sequence", header.sequence, f"above {self._last_sequence}, the one before")
+            self._last_sequence = header.sequence
+        if header.layer != self.layers[0]:
+            raise ProtocolError("layer", header.layer, f"{self.layers[0]}, the first")
+        return header
+
+    def hidden(self, header: Header) -> Tensor:
+        rows: Tensor = self.buffers.view(header.rows)
+        return rows
+
+    def answer(self, header: Header, result: Tensor) -> None:
+        self.buffers.send(result.contiguous(), header.layer, header.micro_batch)
+        if header.layer == self.layers[-1]:
+            self.step_is_launched()
+
+    def send(self, message: bytes | bytearray) -> None:
+        self.sock.send(message, socket.MSG_NOSIGNAL)
+
+    def close(self) -> None:
+        """What was launched ends first: by itself, by `HopBuffers.abort`, or at its deadline."""
+        torch.cuda.synchronize(self.buffers.device)
+        self.graphs.clear()
+        self.hang_up.stop()
+        super().close()
+        self.buffers.close()
 
 
 class _IpcPending(ShmPending):
@@ -197,59 +269,37 @@ class _IpcPending(ShmPending):
             raise ProtocolError("GPU buffers", str(error), "handles of buffers that this GPU reaches") from error
         finally:
             page.close()
-        return _IpcPeer(self, number, greeting, buffers)
+        return GpuPeer(self, number, greeting, buffers)
 
 
-class _IpcPeer(Peer):
-    """A greeted attention rank: the buffers that are its own, and the graphs that were captured with it."""
+class IpcFfnConnector(GpuFfnConnector, ShmFfnConnector):
+    """Attention ranks on GPUs of this host.
 
-    def __init__(self, pending: Pending, number: int, greeting: Greeting, buffers: HopBuffers) -> None:
-        super().__init__(pending, number, greeting, inline=True)
-        self.buffers = buffers
-        self.layers = greeting.layers
-        self.hang_up = HangUp(self.sock, buffers.abort)
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.pool = torch.cuda.graph_pool_handle()
-        self.let_go = False
-        # One byte more than any message may have, so that a longer one shows.
-        self._in = bytearray(HEADER_BYTES + 1)
+    Args:
+        address: of this FFN server, from ``address_of``.
+        compute: one layer's FFN, as the loop's; captured into graphs.
+        freeze: called with True before the first graph is captured and with False when there is none any more: what
+            graphs point at must not move meanwhile.
+        hop_timeout_s: deadline of one wait on the GPU.
+        secret, page, peer_timeout_s: see ``SocketFfnConnector``.
+    """
 
-    def read(self) -> Header | None:
-        try:
-            length = self.sock.recv_into(self._in)
-        except BlockingIOError:
-            return None
-        if not length:
-            raise EOFError("end of the stream")
-        if length != HEADER_BYTES:
-            raise ProtocolError("message length", length, f"{HEADER_BYTES} bytes")
-        header = Header.unpack(self._in)
-        if header.kind in QUIET:
-            return header
-        self._limits.check(header._replace(offset=0))
-        # Steps are announced ahead of the GPU, so the one before need not be answered yet. Graphs that are captured
-        # again for a new connection have no number.
-        if Announced.of(header.offset) is not Announced.CAPTURE:
-            if header.sequence <= self._last_sequence:
-                raise ProtocolError("sequence", header.sequence, f"above {self._last_sequence}, the one before")
-            self._last_sequence = header.sequence
-        if header.layer != self.layers[0]:
-            raise ProtocolError("layer", header.layer, f"{self.layers[0]}, the first")
-        return header
+    def __init__(
+        self,
+        address: str,
+        compute: Compute,
+        *,
+        freeze: Callable[[bool], None] | None = None,
+        hop_timeout_s: float = 60.0,
+        secret: bytes | None = None,
+        page: StatusPage | None = None,
+        peer_timeout_s: float = 30.0,
+    ) -> None:
+        super().__init__(address, secret=secret, page=page, peer_timeout_s=peer_timeout_s)
+        self._compute = compute
+        self._freeze = freeze or (lambda frozen: None)
+        self.hop_timeout_s = hop_timeout_s
+        self._todo: deque[IncomingHop] = deque()
 
-    def hidden(self, header: Header) -> Tensor:
-        return self.buffers.view(header.rows)
-
-    def answer(self, header: Header, result: Tensor) -> None:
-        self.buffers.send(result.contiguous(), header.layer, header.micro_batch)
-
-    def send(self, message: bytes | bytearray) -> None:
-        self.sock.send(message, socket.MSG_NOSIGNAL)
-
-    def close(self) -> None:
-        """What was launched ends first: by itself, by `HopBuffers.abort`, or at its deadline."""
-        torch.cuda.synchronize(self.buffers.device)
-        self.graphs.clear()
-        self.hang_up.stop()
-        super().close()
-        self.buffers.close()
+    def _stranger(self, sock: socket.socket, who: str, pid: int, handshake: Handshake, deadline_s: float) -> ShmPending:
+        return _IpcPending(sock, who, pid, handshake, deadline_s, self.hop_timeout_s)

@@ -31,7 +31,7 @@ _BACKLOG = 64
 _REPLY = int(Kind.REPLY)
 
 
-class _TcpPending(Pending):
+class TcpPending(Pending):
     """A connection from anywhere."""
 
     def __init__(self, sock: socket.socket, who: str, handshake: Handshake, deadline_s: float) -> None:
@@ -46,13 +46,17 @@ class _TcpPending(Pending):
         self.outbox.send(text_message(text))
 
     def become_peer(self, number: int, greeting: Greeting) -> Peer:
+        if greeting.communicator:
+            raise ProtocolError(
+                "communicator", "one", "none, as this FFN server's connector is tcp; give both the same"
+            )
         return _TcpPeer(self, number, greeting)
 
 
 class _TcpPeer(Peer):
     """Payloads follow their headers; what has come of one stays here while the others are served."""
 
-    def __init__(self, pending: _TcpPending, number: int, greeting: Greeting) -> None:
+    def __init__(self, pending: TcpPending, number: int, greeting: Greeting) -> None:
         super().__init__(pending, number, greeting, inline=True)
         self._outbox = pending.outbox
         self._layout = layout = Layout.of(greeting)
@@ -186,4 +190,7 @@ class TcpFfnConnector(SocketFfnConnector):
     def _receive_stranger(self, sock: socket.socket, handshake: Handshake, deadline_s: float) -> Pending:
         configure(sock, self._peer_timeout_s)
         host, port = sock.getpeername()[:2]
-        return _TcpPending(sock, f"process at {readable(host, port)}", handshake, deadline_s)
+        return self._stranger(sock, f"process at {readable(host, port)}", handshake, deadline_s)
+
+    def _stranger(self, sock: socket.socket, who: str, handshake: Handshake, deadline_s: float) -> TcpPending:
+        return TcpPending(sock, who, handshake, deadline_s)
