@@ -11,8 +11,8 @@ import torch
 
 from afdpatch.runtime import ffn_loop
 from afdpatch.runtime.config import AfdConfig
-from afdpatch.runtime.connectors.base import ConnectorError, FfnError, IncomingHop
-from afdpatch.runtime.connectors.factory import ffn_connector
+from afdpatch.runtime.connectors.base import ConnectionRefused, ConnectorError, FfnError, IncomingHop
+from afdpatch.runtime.connectors.factory import attention_connectors, ffn_connector
 from afdpatch.runtime.events import Event
 from afdpatch.runtime.ffn_loop import FfnLoop
 from afdpatch.runtime.metrics import health
@@ -234,6 +234,10 @@ def test_a_drained_server_loses_no_hop_of_its_peers_and_takes_them_again():
         until(lambda: errors or pages[0].snapshot().events[Event.DRAINED] == 1, "which is told once")
         fine, why = health([pages[0].snapshot()], time.monotonic())
         assert not fine and why.endswith("draining")
+        with pytest.raises(ConnectionRefused, match="draining") as refused:
+            attention_connectors(config)(0).connect(greeting("attention"), time.monotonic() + 10)
+        assert refused.value.retry
+        assert pages[0].snapshot().events[Event.REFUSED] == 0, "nothing is wrong about it"
         before = pages[0].snapshot().hops, pages[1].snapshot().hops
         until(lambda: errors or pages[1].snapshot().hops > before[1] + 20, "the other one serves on")
         assert pages[0].snapshot().hops == before[0]

@@ -349,7 +349,10 @@ class SocketFfnConnector(FfnConnector):
             GreetingMismatch: it was to be the first peer of this server's life, and doesn't fit it.
         """
         self._forget(pending)
-        self._refused("; ".join([refusal.reason, *map(str, refusal.mismatches)]), pending.who)
+        if refusal.reason == DRAINS:  # nothing is wrong: the drain is an event of its own
+            log.info("%s: %s is told that this server drains", self._where, pending.who)
+        else:
+            self._refused("; ".join([refusal.reason, *map(str, refusal.mismatches)]), pending.who)
         try:
             pending.say(refusal.encode())
         except OSError as error:
