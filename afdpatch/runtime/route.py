@@ -140,7 +140,8 @@ class Route:
             missing = [f"ffn{rank}" for rank in self._home if rank not in self._connections]
             if not missing:
                 return
-            left = deadline - time.monotonic()
+            # A last try without time for an answer would only hide why the others failed.
+            left = deadline - time.monotonic() - _FIRST_PAUSE_S
             if left <= 0:
                 raise ConnectTimeout(
                     f"{', '.join(missing)} not connected within {time.monotonic() - started:.1f} s: {error}; start "

@@ -410,7 +410,7 @@ def test_a_server_of_another_rank_at_the_address_is_refused(transport):
 def test_a_server_that_never_comes_ends_at_the_deadline():
     with servers("shm", 2, attention=1, start=False) as ffn, route_to(ffn, connect=False) as route:
         ffn.start(1)
-        with pytest.raises(ConnectTimeout, match=r"^ffn0 not connected within 0\.[34] s: no FFN server answered"):
+        with pytest.raises(ConnectTimeout, match=r"^ffn0 not connected within 0\.\d s: no FFN server answered"):
             route.connect(said(ffn), time.monotonic() + 0.3)
 
 
@@ -446,7 +446,7 @@ def test_a_server_that_dies_while_loading_is_waited_for_until_the_deadline(trans
         ffn.start(0, serve=False)
         route.connect(said(ffn))
         ffn.kill(0)
-        with pytest.raises(ConnectTimeout, match=r"^ffn0 not connected within 0\.\d s: "):
+        with pytest.raises(ConnectTimeout, match=r"^ffn0 not connected within 0\.\d s: no FFN server answered"):
             route.wait_ready(time.monotonic() + 0.5)
 
 
