@@ -76,7 +76,7 @@ class Matrix:
     def __init__(self, out: Path, seconds: float, connector: str = "ipc") -> None:
         self.out = out
         self.connector = connector
-        self.until = time.monotonic() + seconds
+        self.end_at = time.monotonic() + seconds
         self.started = time.monotonic()
         self.processes: list[subprocess.Popen[bytes]] = []
         self.results: dict[str, Any] = {}
@@ -84,7 +84,7 @@ class Matrix:
 
     def left(self) -> float:
         """Seconds until this run ends."""
-        return max(0.0, self.until - time.monotonic())
+        return max(0.0, self.end_at - time.monotonic())
 
     def say(self, text: str) -> None:
         """A line with the time since the start."""
