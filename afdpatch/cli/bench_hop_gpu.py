@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
@@ -23,7 +25,10 @@ from afdpatch.cli.checks import at_least
 from afdpatch.cli.servers import free_port
 
 if TYPE_CHECKING:
+    import torch
+
     from afdpatch.kernels import HopBuffers
+    from afdpatch.kernels.nccl import NcclBuffers
 
 DESCRIPTION = """\
 Measure the round trip of a hop between two GPUs of one host, with an FFN that does nothing: by one-sided writes as
@@ -309,20 +314,15 @@ class _Side:
         buffers.close()
 
     def _direct(self) -> Callable[[], None]:
-        import torch
-
-        from afdpatch.cli.bench_hop_gpu_nccl import direct
-
-        nccl = direct(self.first, self.pipe)
+        nccl = _communicator(self.first, self.pipe, self.device, self.sent.shape[1])
 
         def hops() -> None:
-            stream = torch.cuda.current_stream().cuda_stream
-            for _ in range(self.case.hops):
+            for layer in range(self.case.hops):
                 if self.first:
-                    nccl.send(self.sent, stream)
-                nccl.receive(self.out, stream)
+                    nccl.send(self.sent, layer)
+                nccl.receive(self.case.rows, layer, out=self.out)
                 if not self.first:
-                    nccl.send(self.out, stream)
+                    nccl.send(self.out, layer)
 
         return hops
 
@@ -349,3 +349,22 @@ class _Side:
                 dist.send(self.out, 0)
 
         return attention if self.first else ffn
+
+
+@functools.cache
+def _communicator(first: bool, pipe: Connection, device: torch.device, hidden: int) -> NcclBuffers:
+    """What the connector `nccl` hops through, made at the first call in this process."""
+    from afdpatch.kernels.nccl import NcclBuffers
+
+    # No rows of its own: a case receives into its own tensor.
+    buffers = NcclBuffers.create(0, hidden, "bfloat16", 1, device, initiator=first, deadline_s=DEADLINE_S)
+    if first:
+        name = buffers.handle()
+        pipe.send_bytes(name)
+    elif pipe.poll(START_TIMEOUT_S):
+        name = pipe.recv_bytes()
+    else:
+        raise OSError("the other process did not send its communicator's name")
+    buffers.open(name)
+    buffers.join(time.monotonic() + START_TIMEOUT_S)
+    return buffers

@@ -76,7 +76,8 @@ class Matrix:
     def __init__(self, out: Path, seconds: float, connector: str = "ipc") -> None:
         self.out = out
         self.connector = connector
-        self.until = time.monotonic() + seconds
+        self.base = 4100 if connector == "ipc" else 4500  # of the ports: two runs may go on side by side
+        self.end_at = time.monotonic() + seconds
         self.started = time.monotonic()
         self.processes: list[subprocess.Popen[bytes]] = []
         self.results: dict[str, Any] = {}
@@ -84,7 +85,7 @@ class Matrix:
 
     def left(self) -> float:
         """Seconds until this run ends."""
-        return max(0.0, self.until - time.monotonic())
+        return max(0.0, self.end_at - time.monotonic())
 
     def say(self, text: str) -> None:
         """A line with the time since the start."""
@@ -185,8 +186,8 @@ class Matrix:
         return False
 
     def chain(self, name: str, folder: Path, runner: str, index: int, cases: list[str]) -> None:
-        """All that is done with one model and runner, on an FFN server of its own."""
-        afd_port, port = 4100 + index, 4200 + index
+        """All that is done with one model and runner, on an FFN server of its own; without cases, the losses."""
+        afd_port, port = self.base + index, self.base + 100 + index
         chain = f"{name}-v{int(runner) + 1}"
         afd = {
             "role": "attention",
@@ -200,8 +201,9 @@ class Matrix:
             server = self.ffn(f"{chain}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE)
             spec = {"model": str(folder), "cases": cases, "dump_after_s": 170}
             specs = {mode: spec | {"engine": ENGINE | more} for mode, more in MODES.items()}
-            stock = {mode: self.driver(f"{chain}-{mode}-stock", specs[mode], "01"[index % 2], runner) for mode in MODES}
-            for mode in MODES:
+            compared = MODES if cases else {}
+            stock = {m: self.driver(f"{chain}-{m}-stock", specs[m], "01"[index % 2], runner) for m in compared}
+            for mode in stock:
                 full = f"{chain}-{mode}"
                 hopping = specs[mode] | {"afd": afd, "zero_url": f"http://127.0.0.1:{port}"}
                 process = self.driver(f"{full}-afd", hopping, "0,1", runner)
@@ -242,7 +244,7 @@ class Matrix:
             "afd": afd | {"connector_extra_config": extra},
         }
         process = self.driver(full, spec, "0,1", runner)
-        if not (self.wait_for(full, "CASE generating", 120, process) and self.wait_for_hops(port, process)):
+        if not (self.wait_for(full, "CASE generating", 250, process) and self.wait_for_hops(port, process)):
             self.results[full] = "it never generated"
             self.say(f"{full}: it never generated")
             self.kill(process)
@@ -256,7 +258,7 @@ class Matrix:
 
     def two(self, name: str, runner: str, cases: list[str]) -> None:
         """Two attention servers with graphs, on one GPU, at one FFN server."""
-        folder, afd_port, port = ROOT / "tests" / "models" / name, 4120, 4220
+        folder, afd_port, port = ROOT / "tests" / "models" / name, self.base + 20, self.base + 120
         full = f"{name}-two"
         try:
             self.ffn(f"{full}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE, attention_ranks=2)
@@ -278,7 +280,7 @@ class Matrix:
 
     def stale(self, name: str, other_site: str) -> None:
         """A compile cache of another manifest is not served; with the key defeated it would be."""
-        folder, afd_port, port = ROOT / "tests" / "models" / name, 4130, 4230
+        folder, afd_port, port = ROOT / "tests" / "models" / name, self.base + 30, self.base + 130
         cache = {"VLLM_CACHE_ROOT": str(self.out / "stale-cache")}
         other = cache | {"PYTHONPATH": f"{other_site}:{os.environ['PYTHONPATH']}"}
         afd = {"role": "attention", "port": afd_port, "connector": self.connector}
@@ -332,7 +334,7 @@ class Matrix:
             return
         spec = {"model": str(folder), "cases": ["forever"], "engine": ENGINE | MODES[mode], "afd": afd}
         process = self.driver(full, spec, "0,1", runner)
-        if not (self.wait_for(full, "CASE forever", 120, process) and self.wait_for_hops(port, process)):
+        if not (self.wait_for(full, "CASE forever", 250, process) and self.wait_for_hops(port, process)):
             self.results[full] = "it never generated"
             self.say(f"{full}: it never generated")
             self.kill(process)
@@ -361,7 +363,7 @@ def main() -> None:
     parser.add_argument("--connector", default="ipc", choices=("ipc", "nccl"))
     parser.add_argument("--two", default="", help="the model of two attention servers at one FFN server")
     parser.add_argument("--stale", default="", help="a folder with afdpatch under another manifest")
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cases", default=",".join(CASES), help="empty: losses only")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     matrix = Matrix(args.out, args.seconds, args.connector)
@@ -369,7 +371,13 @@ def main() -> None:
     threads = [
         threading.Thread(
             target=matrix.chain,
-            args=(model, ROOT / "tests" / "models" / model, runner, index, args.cases.split(",")),
+            args=(
+                model,
+                ROOT / "tests" / "models" / model,
+                runner,
+                index,
+                [case for case in args.cases.split(",") if case],
+            ),
             daemon=True,
         )
         for index, (model, runner) in enumerate(chains)

@@ -18,7 +18,7 @@ from afdpatch.runtime.connectors._ipc import Announced, HandlePage, HangUp
 from afdpatch.runtime.connectors.base import FfnError, InvalidHop, NoFfnServer, StepLost
 from afdpatch.runtime.connectors.factory import gpu_ffn_connector
 from afdpatch.runtime.ffn_loop import FfnLoop
-from afdpatch.runtime.protocol import Greeting, ProtocolError
+from afdpatch.runtime.protocol import Greeting, Header, Kind, ProtocolError, error_message
 from afdpatch.runtime.status import StatusPage
 from afdpatch.runtime.step_route import StepRoute
 from tests.runtime.gpu_stand_in import StandInBuffers, StandInGraph
@@ -105,6 +105,7 @@ class Pair:
         self.attention_page, self.ffn_page = StatusPage.create("attention"), StatusPage.create("ffn")
         self.fails = False
         self.frozen: list[bool] = []
+        self.computed: list[int] = []  # rows of each computation
         self.start_ffn()
         self.route = StepRoute(self.config, 0, self.attention_page)
         self.route.connect(greeting("attention"))
@@ -119,6 +120,7 @@ class Pair:
     def compute(self, layer: int, hidden: Tensor) -> Tensor:
         if self.fails:
             raise ValueError("it can't be computed")
+        self.computed.append(len(hidden))
         return hidden * (layer + 2)
 
     def step(self, rows: int) -> float:
@@ -152,16 +154,16 @@ def pair(monkeypatch: pytest.MonkeyPatch, capturing: list[bool]) -> Iterator[Pai
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
 
-    def capture(self: Any, peer: Any, rows: int) -> None:
+    def record(self: Any, peer: Any, rows: int) -> StandInGraph:
         def step() -> None:
             for layer in peer.layers:
                 peer.buffers.send(self._compute(layer, peer.buffers.receive(rows, layer)), layer)
 
-        peer.graphs[rows] = StandInGraph()
-        peer.graphs[rows].step = step
-        self._freeze(True)
+        graph = StandInGraph()
+        graph.step = step
+        return graph
 
-    monkeypatch.setattr(ipc_ffn.IpcFfnConnector, "_capture", capture)
+    monkeypatch.setattr(ipc_ffn.GpuFfnConnector, "_record", record)
     made = Pair()
     yield made
     made.close()
@@ -207,6 +209,49 @@ def test_a_step_waits_for_a_server_that_comes_back_and_graphs_are_captured_again
     until(lambda: pair.frozen.count(True) == 2, "the graph at the new server")
     replay(pair, 8)
     assert pair.ffn_page.snapshot().errors == 0
+
+
+def test_a_server_computes_the_most_that_can_come_and_each_size_before_its_first_graph(
+    pair: Pair, capturing: list[bool]
+) -> None:
+    """A new one is asked for graphs before any step; vLLM's workspace must not grow under a graph."""
+    pair.step(2)
+    capture(pair, 8, capturing)
+    pair.loop.stop()
+    pair.computed.clear()
+    pair.start_ffn()
+    assert pair.step(2) == 24.0
+    assert pair.computed == [16] * len(LAYERS) + [8] * len(LAYERS) + [2] * len(LAYERS)
+
+
+def test_where_no_graph_can_be_captured_nothing_stays_frozen(
+    pair: Pair, capturing: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(self: Any, peer: Any, rows: int) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(ipc_ffn.GpuFfnConnector, "_record", record)
+    pair.step(2)
+    capture(pair, 8, capturing)
+    until(lambda: pair.frozen == [True, False], "not frozen any more")
+    assert pair.ffn_page.snapshot().errors == 1
+    assert pair.step(2) == 24.0
+
+
+def test_what_a_server_said_before_it_closed_is_read_past_the_reset(pair: Pair) -> None:
+    """It closes with announcements unread: the socket tells of the reset first, and then gives the error."""
+    pair.step(2)
+    pair.loop.stop()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    connection: Any = pair.route.under_way
+    ours.send(b"announced")
+    theirs.send(error_message(Header(Kind.HOP, 0, 5, 1, 2, 0, 3, HIDDEN, 0, 96), "it can't be computed"))
+    theirs.close()
+    connection._read = lambda: ours.recv_into(connection._in)
+    assert "layer 2 can't be computed: it can't be computed" in connection._words()
+    assert connection._failed is not None
+    ours.close()
 
 
 def test_what_was_under_way_when_the_connection_broke_is_lost(pair: Pair) -> None:

@@ -237,13 +237,18 @@ class GpuAttentionConnector(SocketAttentionConnector):
 
     def _words(self) -> str | None:
         """What the FFN's host has said that ends the connection; None for nothing, signs of life or a goodbye."""
-        try:
-            while True:
+        reset: OSError | None = None
+        while True:
+            try:
                 self._take_quiet(self._read())
-        except BlockingIOError:
-            return None
-        except (OSError, EOFError, ProtocolError) as error:
-            return f"the FFN server has gone or failed: {error}"
+            except BlockingIOError:
+                return None if reset is None else f"the FFN server has gone: {reset}"
+            except ConnectionResetError as error:  # it closed before it had read all; what it said is behind this
+                if reset is not None:
+                    return f"the FFN server has gone: {error}"
+                reset = error
+            except (OSError, EOFError, ProtocolError) as error:
+                return f"the FFN server has gone or failed: {error}"
 
     def _take_quiet(self, length: int) -> None:
         """As for every connector; but a goodbye, which may come while a step is on the GPU, is for the next step."""

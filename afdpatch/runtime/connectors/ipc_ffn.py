@@ -96,22 +96,40 @@ class GpuFfnConnector(SocketFfnConnector):
         """The other half of a graph that the attention server captures with so many rows."""
         if rows in peer.graphs:
             return
-        if not self._graphs():
-            self._freeze(True)
+        first = not self._graphs()
         started = time.monotonic()
-        graph, buffers = torch.cuda.CUDAGraph(), peer.buffers
         try:
-            with torch.cuda.graph(graph, pool=peer.pool, capture_error_mode="thread_local"):
-                for layer in peer.layers:
-                    buffers.send(self._compute(layer, buffers.receive(rows, layer)).contiguous(), layer)
+            if first:
+                self._warm_up(peer, peer.max_rows)
+                self._freeze(True)
+            self._warm_up(peer, rows)
+            peer.graphs[rows] = self._record(peer, rows)
         except Exception as error:  # the steps of this size are computed eagerly, and counted as such
             log.exception("attention rank %d: a graph of %d rows can't be captured", peer.rank, rows)
             self._missing(f"no graph of {rows} rows: {type(error).__name__}: {error}")
+            if first:
+                self._freeze(False)
             return
-        peer.graphs[rows] = graph
         log.info(
             "attention rank %d: captured a graph of %d rows in %.2f s", peer.rank, rows, time.monotonic() - started
         )
+
+    def _warm_up(self, peer: GpuPeer, rows: int) -> None:
+        """Compute so many rows, spread over all experts, as a server that was started anew is asked for graphs first.
+
+        What is loaded or compiled at first use must not be so in a capture; and with the most rows that can come, what
+        grows with them grows before it is frozen.
+        """
+        hidden = torch.randn_like(peer.buffers.view(rows))
+        for layer in peer.layers:
+            self._compute(layer, hidden)
+
+    def _record(self, peer: GpuPeer, rows: int) -> torch.cuda.CUDAGraph:
+        graph, buffers = torch.cuda.CUDAGraph(), peer.buffers
+        with torch.cuda.graph(graph, pool=peer.pool, capture_error_mode="thread_local"):
+            for layer in peer.layers:
+                buffers.send(self._compute(layer, buffers.receive(rows, layer)).contiguous(), layer)
+        return graph
 
     def _missing(self, text: str) -> None:
         log.error("%s", text)
@@ -171,6 +189,7 @@ class GpuPeer(Peer):
         super().__init__(pending, number, greeting, inline=True)
         self.buffers = buffers
         self.layers = greeting.layers
+        self.max_rows = greeting.max_rows
         self.hang_up = self.watch()
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle()
