@@ -141,7 +141,7 @@ class Record:
         self.past += [*before.past, (before.original, before.slots[0].after)] if before.slots else before.past
 
     def break_off(self, module: ModuleType) -> None:
-        """Its module's code ran again, and it isn't in effect there: nothing must be put back into what is there now."""
+        """Its module's code ran again, and it isn't in effect there: nothing must be put back into what is there."""
         if self.slots and not self.broken:
             self.past.append((self.original, self.slots[0].after))
         self.broken, self.slots = True, self.outside(module)

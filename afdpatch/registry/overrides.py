@@ -44,12 +44,12 @@ def overrides_of(tree: SourceTree, target: str, kind: str) -> Iterator[Keeper]:
         if kind != "property":
             yield from _hidden(source, node, where, last)
     home = tree.file(module)
-    node = _class_in(home, owner) if home is not None else None
-    if home is not None and node is not None and kind != "property":
+    defined = _class_in(home, owner) if home is not None else None
+    if home is not None and defined is not None and kind != "property":
         where = f"{module}.{owner}"
-        for item in bindings(node.body).get("__getattribute__", [])[:1]:
+        for item in bindings(defined.body).get("__getattribute__", [])[:1]:
             yield Keeper("override", f"{where}.__getattribute__", module, home.file, item.node.lineno)
-        yield from _hidden(home, node, where, last)
+        yield from _hidden(home, defined, where, last)
 
 
 def _class_in(source: SourceFile, qualname: str) -> ast.ClassDef | None:
@@ -78,8 +78,9 @@ def _hidden(source: SourceFile, node: ast.ClassDef, where: str, last: str) -> It
     for method in node.body if b".%s" % last.encode() in source.data else ():
         if isinstance(method, fingerprint.Function) and (parameters := [*method.args.posonlyargs, *method.args.args]):
             for item in ast.walk(method):
-                stored = isinstance(item, ast.Attribute) and item.attr == last and isinstance(item.ctx, ast.Store)
-                if stored and isinstance(item.value, ast.Name) and item.value.id == parameters[0].arg:
+                if not (isinstance(item, ast.Attribute) and item.attr == last and isinstance(item.ctx, ast.Store)):
+                    continue
+                if isinstance(item.value, ast.Name) and item.value.id == parameters[0].arg:
                     what = f"{where}.{method.name}, for one object,"
                     yield Keeper("override", what, source.module, source.file, item.lineno)
                     break
