@@ -28,7 +28,16 @@ def overrides_of(tree: SourceTree, target: str, kind: str) -> Iterator[Keeper]:
     """
     module, _, qualname = target.partition(":")
     owner, _, last = (qualname, "", "") if kind == "class" else qualname.rpartition(".")
-    if not owner or not (kind == "class" or _bound_twice(tree, last)):
+    if not owner:
+        return
+    home = tree.file(module)
+    defined = _class_in(home, owner) if home is not None else None
+    if home is not None and defined is not None and last and kind != "property":
+        where = f"{module}.{owner}"
+        for item in bindings(defined.body).get("__getattribute__", [])[:1]:
+            yield Keeper("override", f"{where}.__getattribute__", module, home.file, item.node.lineno)
+        yield from _hidden(home, defined, where, last)
+    if last and not _bound_twice(tree, last):
         return
     for subclass, source, node in subclasses(tree, f"{module}:{owner}"):
         where = subclass.replace(":", ".")
@@ -43,13 +52,6 @@ def overrides_of(tree: SourceTree, target: str, kind: str) -> Iterator[Keeper]:
             yield Keeper("override", f"{where}.{last}", source.module, source.file, line)
         if kind != "property":
             yield from _hidden(source, node, where, last)
-    home = tree.file(module)
-    defined = _class_in(home, owner) if home is not None else None
-    if home is not None and defined is not None and kind != "property":
-        where = f"{module}.{owner}"
-        for item in bindings(defined.body).get("__getattribute__", [])[:1]:
-            yield Keeper("override", f"{where}.__getattribute__", module, home.file, item.node.lineno)
-        yield from _hidden(home, defined, where, last)
 
 
 def _class_in(source: SourceFile, qualname: str) -> ast.ClassDef | None:

@@ -27,6 +27,8 @@ class Root:
 class Engine(Root):
     SIZE = 3
 
+    def only(self, x): ...
+
     def __init__(self):
         self.number = 0
 
@@ -52,6 +54,11 @@ def free(original):
 def run(original):
     def run(self, x): return "ours"
     return run
+
+
+def only(original):
+    def only(self, x): return "ours"
+    return only
 """
 RUN, SIZE, LIMIT, TABLE = "PKG.core:Engine.run", "PKG.core:Engine.SIZE", "PKG.core:LIMIT", "PKG.core:TABLE"
 FAST = "def fast(self, x): return 'fast'\n"
@@ -67,6 +74,11 @@ DRIFT: dict[str, tuple[str, str | None, str]] = {
     "of an object, annotated": (RUN, INIT, f"{INIT}\n        self.run: object = len"),
     "of a subclass's object": (RUN, "other.py", "from .core import Sub\nclass S(Sub):\n    def x(me): me.run = len\n"),
     "by __getattribute__": (RUN, INIT, f"{INIT}\n\n    def __getattribute__(self, name): ..."),
+    "by __getattribute__, a name that is defined once": (
+        "PKG.core:Engine.only",
+        INIT,
+        f"{INIT}\n\n    def __getattribute__(self, name): ...",
+    ),
     "assigned under if": (RUN, None, FAST + "if sys:\n    Engine.run = fast"),
     "assigned with an annotation": (RUN, None, FAST + "Engine.run: object = fast"),
     "assigned with another": (RUN, None, FAST + "Engine.run, Engine.n = fast, 1"),
