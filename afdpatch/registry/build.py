@@ -249,7 +249,9 @@ def _value(entry: Entry, owner: Any, place: Any, name: str, symbol: Symbol, tree
         _check_left(entry, references.holders(raw, place, name, _ours(entry), entry.holders))
         return Target(owner, name, raw, raw)
     names = import_names(tree, entry, place, [name for name, _ in references.loaded(entry.package)])
-    left = [f"{module}.{name}" for module in names if module not in entry.holders for name in names[module]]
+    # A module that is being imported and hasn't come to its import yet will get ours.
+    given = [(module, name) for module in names if module not in entry.holders for name in names[module]]
+    left = [f"{module}.{name}" for module, name in given if name in vars(sys.modules[module])]
     _check_left(entry, left + captures(tree, [entry.module, *entry.holders], name))
     return Target(owner, name, raw, raw, names)
 

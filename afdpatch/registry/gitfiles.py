@@ -49,10 +49,19 @@ class GitRepository:
         return done.stdout.decode("utf-8", "surrogateescape")
 
     def commit(self, revision: str) -> str:
-        """The full name of the commit that a revision names."""
+        """The full name of the commit that a revision names.
+
+        Raises:
+            SourceError: it names none.
+        """
         if revision.startswith("-"):
             raise SourceError(f"{self.directory}: {revision!r} is not a revision")
-        return self.run("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}").strip()
+        try:
+            return self.run("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}").strip()
+        except SourceError as error:
+            raise SourceError(
+                f"{self.directory} has no commit {revision!r}; `git fetch` it, or name another"
+            ) from error
 
     def blobs(self, commit: str) -> dict[str, str]:
         """The blob of every Python file of a commit, by the file's path."""

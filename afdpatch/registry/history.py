@@ -163,6 +163,8 @@ class Walk:
         # A release is often tagged on a branch of its own: then the walk begins where that branch left.
         begin = self.repository.run("merge-base", good, end).strip()
         self.left = begin != good
+        if begin == end != good:
+            raise SourceError(f"{bad_name} comes before {good_name}; write the older end first")
         chain = self.repository.run("rev-list", "--first-parent", f"{begin}..{end}").split()
         reached = self.repository.run("rev-parse", f"{chain[-1]}^1").strip() if chain else end
         if reached != begin:

@@ -140,16 +140,23 @@ class Record:
         self.slots += before.outside(self.module)
         self.past += [*before.past, (before.original, before.slots[0].after)] if before.slots else before.past
 
+    def break_off(self, module: ModuleType) -> None:
+        """Its module's code ran again, and it isn't in effect there: nothing must be put back into what is there."""
+        if self.slots and not self.broken:
+            self.past.append((self.original, self.slots[0].after))
+        self.broken, self.slots = True, self.outside(module)
+
     def outside(self, module: ModuleType | None) -> list[Slot]:
         """The slots that are not in a module itself, whose code ran again and filled its own anew."""
         return [slot for slot in self.slots if slot.owner is not module]
 
     def reclaim(self) -> None:
         """Gives the original to modules of the package that imported ours by name while it was in effect."""
-        if self.module is None or not self.slots or self.slots[0].owner is not self.module:
+        if self.module is None or "." in self.entry.qualname:
             return
+        own = [(self.original, self.slots[0].after)] if self.slots and not self.broken else []
         for _, module in references.loaded(self.module.__name__.partition(".")[0]):
-            for original, ours in [(self.original, self.slots[0].after), *self.past]:
+            for original, ours in [*own, *self.past]:
                 for name in self._names_of(module, ours):
                     setattr(module, name, original)
 

@@ -7,16 +7,17 @@ on using what was there then. `references` finds the same at run time, by identi
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.census import held_lines
 from afdpatch.registry.lock import Keeper
-from afdpatch.registry.scope import alias_of, bindings
+from afdpatch.registry.overrides import overrides_of
+from afdpatch.registry.scope import alias_of
 from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent, module_of
 from afdpatch.registry.unsound import last_name
+from afdpatch.registry.values import loads
 
 WRAPPERS = {
     "partial": "functools.partial",
@@ -30,7 +31,6 @@ WRAPPERS = {
 }
 """Calls that give an object which keeps their argument."""
 _DISPLAYS = {ast.List: "list", ast.Tuple: "tuple", ast.Set: "set", ast.ListComp: "list", ast.SetComp: "set"}
-_HEAD = re.compile(rb"\bclass\s+\w+\s*\([^)]*\Z")
 
 
 def keepers_of(tree: SourceTree, target: str, kind: str, holders: Collection[str] = ()) -> tuple[Keeper, ...]:
@@ -38,33 +38,29 @@ def keepers_of(tree: SourceTree, target: str, kind: str, holders: Collection[str
 
     Args:
         tree: the package's source. Every file is searched for the target's names; only hits are parsed.
-        target: `module:Qualified.name` of a function, method or class.
-        kind: the target's kind, as `Symbol.kind`; of a value only imports are followed.
+        target: `module:Qualified.name`.
+        kind: the target's kind, as `Symbol.kind`. A value that is a constant is kept by whoever reads it at import.
         holders: the modules that import it by name, as the census has them.
     """
     module, _, qualname = target.partition(":")
     found: list[Keeper] = []
-    for file in _files(tree, module, qualname, holders) if kind != "value" else ():
+    constant = kind == "value" and _is_constant(tree, target)
+    for file in _files(tree, module, qualname, holders):
         source = tree.source(file)
         if source is not None:
             try:
-                found += _Reader(tree, source, target, kind).keepers()
+                reader = _Reader(tree, source, target, kind)
+                kept = reader.keepers()
+                lines = {keeper.line for keeper in kept if keeper.sure}
+                found += kept
+                found += [keeper for keeper in reader.readings() if keeper.line not in lines] if constant else []
             except SymbolAbsent:
                 continue  # this Python can't import it either
     for holder in holders:
         for name, line in sorted(held_lines(tree, holder, target).items()):
             source = tree.file(holder)
             found.append(Keeper("import", f"{holder}.{name}", holder, source.file if source else "", line))
-    owner = qualname if kind == "class" else qualname.rpartition(".")[0]
-    if owner and kind != "value" and (kind == "class" or _defined_twice(tree, qualname.rpartition(".")[2])):
-        last = qualname.rpartition(".")[2]
-        for subclass, source, node in subclasses(tree, f"{module}:{owner}"):
-            where = subclass.replace(":", ".")
-            if kind == "class":
-                found.append(Keeper("subclass", where, source.module, source.file, node.lineno))
-                continue
-            for item in bindings(node.body).get(last, [])[:1]:
-                found.append(Keeper("override", f"{where}.{last}", source.module, source.file, item.node.lineno))
+    found += overrides_of(tree, target, kind)
     return tuple(sorted(set(found), key=lambda item: (item.file, item.line, item.kind, item.where)))
 
 
@@ -80,57 +76,11 @@ def _files(tree: SourceTree, module: str, qualname: str, holders: Collection[str
             yield file
 
 
-def _defined_twice(tree: SourceTree, name: str) -> bool:
-    """Whether the package binds a name more than once: else nothing overrides what has it."""
-    letters = name.encode()
-    bound = re.compile(rb"\b(?:def|class)\s+%s\b|\b%s\s*[:=][^=]|\bimport\b[^\n]*\b%s\b" % ((re.escape(letters),) * 3))
-    return sum(len(bound.findall(data)) for _, data in tree.contents if letters in data) > 1
-
-
-def subclasses(tree: SourceTree, owner: str) -> Iterator[tuple[str, SourceFile, ast.ClassDef]]:
-    """The subclasses of a class in the package, at any distance, as far as their bases are plain names."""
-    known, todo = {owner}, [owner]
-    while todo:
-        wanted = todo.pop()
-        name = wanted.rpartition(":")[2].rpartition(".")[2].encode()
-        for file, data in tree.contents:
-            if name not in data or not (_is_base(data, name) or b"%s as " % name in data):
-                continue
-            source = tree.source(file)
-            if source is None:
-                continue
-            try:
-                classes = list(_classes(source.tree.body, ""))
-            except SymbolAbsent:
-                continue
-            for qualname, node in classes:
-                symbol = f"{module_of(file)}:{qualname}"
-                if symbol not in known and any(tree.class_of(source, base) == wanted for base in node.bases):
-                    known.add(symbol)
-                    todo.append(symbol)
-                    yield symbol, source, node
-
-
-def _is_base(data: bytes, name: bytes) -> bool:
-    """Whether a name may stand among the bases of a class statement."""
-    at = data.find(name)
-    while at >= 0:
-        if _HEAD.search(data, max(0, at - 500), at):
-            return True
-        at = data.find(name, at + 1)
-    return False
-
-
-def _classes(statements: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.ClassDef]]:
-    for node in statements:
-        if isinstance(node, ast.ClassDef):
-            yield f"{prefix}{node.name}", node
-            yield from _classes(node.body, f"{prefix}{node.name}.")
-        elif not isinstance(node, fingerprint.Function):
-            for field in ("body", "orelse", "finalbody"):
-                yield from _classes(getattr(node, field, []), prefix)
-            for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
-                yield from _classes(part.body, prefix)
+def _is_constant(tree: SourceTree, target: str) -> bool:
+    """Whether a value is a copy wherever it is read: a number, a text, None, or a sum of such."""
+    value = getattr(tree.nodes(target)[1][-1], "value", None)
+    made = (*_DISPLAYS, ast.Dict, ast.DictComp, ast.Call, ast.Lambda)
+    return isinstance(value, ast.expr) and not isinstance(value, made)
 
 
 class _Reader:
@@ -146,6 +96,12 @@ class _Reader:
 
     def keepers(self) -> list[Keeper]:
         return list(self._statements(self._source.tree.body))
+
+    def readings(self) -> Iterator[Keeper]:
+        """Each place that reads the target when the module is imported."""
+        for node in loads(self._source.tree):
+            if self._refers(node):
+                yield self._keeper("name", f"what {self._source.module} makes of it at its import", node.lineno)
 
     # ---- statements: what runs when the module is imported -----------------------------------------------------------
 
@@ -202,6 +158,8 @@ class _Reader:
                 return  # a part of the target's own definition
             yield from self._held(value, "", self._name(target.id), "name")
         elif isinstance(target, ast.Attribute):
+            if self._source.module != self._home and self._refers(target):
+                yield self._keeper("assignment", f"{self._name()}, which assigns to it", target.lineno)
             owner = self._dotted(target)
             where = owner and self._resolved(owner)
             where = where.replace(":", ".") if where else f"{ast.unparse(target)} set in {self._name()}"

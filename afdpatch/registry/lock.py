@@ -32,8 +32,9 @@ class Keeper:
 
     Attributes:
         kind: `import` (by name), `default` (of a parameter), `name` (another one), `container`, `wrapper` (partial,
-            staticmethod, cache …), `attribute` (set at import), `argument` (of a call that may keep it), `override` (a
-            subclass has its own), `subclass` (of a class).
+            staticmethod, cache …), `attribute` (set at import), `argument` (of a call that may keep it), `assignment`
+            (to the target, by another module), `override` (a subclass or an object has its own), `subclass` (of a
+            class).
         where: it in words, as errors say it: what lies between, and the name that leads there.
         module: its module.
         file: its file, from the directory that holds the package.
@@ -59,6 +60,8 @@ class Keeper:
         """
         if self.kind == "import" and self.module in entry.holders:
             return False  # rebound with the target
+        if self.kind == "assignment":
+            return True  # whichever comes last takes the other out of effect
         return self.sure and (entry.when == "role" or self.module == entry.module)
 
     @property

@@ -362,8 +362,7 @@ class PatchSet:
             with self._journal.lock:
                 for record in records:
                     if self._journal.get(record.entry_id) is record:
-                        # Its old slots are gone with the module's old contents: nothing must be put back there.
-                        record.broken, record.slots = True, record.outside(module)
+                        record.break_off(module)
             raise
 
     # ---- small things -----------------------------------------------------------------------------------------------

@@ -57,6 +57,18 @@ def bindings(statements: Sequence[ast.stmt]) -> dict[str, list[Binding]]:
     return table
 
 
+def attribute_bindings(statements: Sequence[ast.stmt]) -> dict[str, list[Binding]]:
+    """Every assignment to an attribute, and its deletion, by its dotted name, `Engine.run = faster`, as `bindings`."""
+    table: dict[str, list[Binding]] = {}
+    for node, guard in _statements(statements, ""):
+        if isinstance(node, (*fingerprint.Function, ast.ClassDef)):
+            continue
+        for item in (item for part in _own_parts(node) for item in ast.walk(part)):
+            if isinstance(item, ast.Attribute) and not isinstance(item.ctx, ast.Load):
+                table.setdefault(ast.unparse(item), []).append(Binding(node, guard))
+    return table
+
+
 def _statements(statements: Sequence[ast.stmt], guard: str) -> Iterator[tuple[ast.stmt, str]]:
     for node in statements:
         yield node, guard

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.files import DirectoryFiles, Files, SourceError
-from afdpatch.registry.scope import Binding, alias_of, bindings, kind_of
+from afdpatch.registry.scope import Binding, alias_of, attribute_bindings, bindings, kind_of
 
 
 class SymbolAbsent(LookupError):
@@ -95,6 +95,14 @@ class SourceFile:
     @cached_property
     def _bindings(self) -> dict[str, list[Binding]]:
         return bindings(self.tree.body)
+
+    @cached_property
+    def _assigned(self) -> dict[str, list[Binding]]:
+        return attribute_bindings(self.tree.body)
+
+    def assigned(self, qualname: str) -> list[Binding]:
+        """The statements at the top level that assign to an attribute, or delete it: `Engine.run = faster`."""
+        return self._assigned.get(qualname, [])
 
     def top(self, name: str) -> list[Binding]:
         """The bindings of a name at the module's top level."""
@@ -210,7 +218,7 @@ class SourceTree:
         """A module's source, or None if the tree has no such file."""
         if module not in self._files:
             stem = module.replace(".", "/")
-            self._files[module] = self._load(module, f"{stem}.py") or self._load(module, f"{stem}/__init__.py")
+            self._files[module] = self._load(module, f"{stem}/__init__.py") or self._load(module, f"{stem}.py")
         return self._files[module]
 
     def _load(self, module: str, file: str) -> SourceFile | None:
@@ -279,12 +287,15 @@ def _resolve(tree: SourceTree, asked: str, symbol: str, seen: tuple[str, ...]) -
         raise SymbolAbsent(f"there is no module {module}")
     files = tuple(dict.fromkeys([*(_file_of(tree, item) for item in seen), source.file]))
     owners: list[ast.ClassDef] = []
+    others: list[Binding] = []  # what else the names of the classes around it may be
     parts = qualname.split(".")
     for index, part in enumerate(parts):
         found = bindings(owners[-1].body).get(part, []) if owners else source.top(part)
         defined = [item for item in found if not isinstance(item.node, ast.Import | ast.ImportFrom | ast.Delete)]
         if found and isinstance(found[-1].node, ast.Delete):
             raise SymbolAbsent(f"{source.file}:{found[-1].node.lineno} deletes {part!r}")
+        if not defined and owners and index + 1 == len(parts):
+            defined = found = source.assigned(qualname)
         if not defined and owners:
             return _inherited(tree, asked, symbol, source, owners[-1], ".".join(parts[index:]), (*seen, symbol))
         if not defined:
@@ -295,11 +306,13 @@ def _resolve(tree: SourceTree, asked: str, symbol: str, seen: tuple[str, ...]) -
                 raise SymbolAbsent(
                     f"{module}:{'.'.join(parts[: index + 1])} is not a class ({source.file}:{owner.lineno})"
                 )
+            others += [item for item in found if item.node is not owner]
+            others += [item for item in source.top("*") if not owners and item.node.lineno > owner.lineno]
             owners.append(owner)
     # What an import or a star after it may put in its place is a part of it too.
     last = defined[-1].node
-    later = _set_later(source, qualname) if owners else source.top("*")
-    found = [*found, *(item for item in later if item.node.lineno > last.lineno)]
+    later = source.assigned(qualname) if owners else source.top("*")
+    found = [*others, *found, *(item for item in later if item.node.lineno > last.lineno)]
     nodes = [item.node for item in found]
     kind, decorators = kind_of(last)
     result = Symbol(
@@ -314,16 +327,6 @@ def _resolve(tree: SourceTree, asked: str, symbol: str, seen: tuple[str, ...]) -
         files=files,
     )
     return result, [item for item in nodes if item is not last] + [last]
-
-
-def _set_later(source: SourceFile, qualname: str) -> list[Binding]:
-    """The statements of a module that assign to an attribute of one of its classes: `Engine.run = faster`."""
-    return [
-        Binding(node, "")
-        for node in source.tree.body
-        if isinstance(node, ast.Assign)
-        and any(isinstance(target, ast.Attribute) and ast.unparse(target) == qualname for target in node.targets)
-    ]
 
 
 def _file_of(tree: SourceTree, symbol: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
 from afdpatch.registry.build import Built, build
-from afdpatch.registry.errors import Conflict, NotInEffect, PatchError, TargetAbsent
+from afdpatch.registry.errors import HELD, HELD_EXPECTED, HELD_TODO, Conflict, NotInEffect, PatchError, TargetAbsent
 from afdpatch.registry.forms import describe, owner_of
 from afdpatch.registry.journal import Journal, Record, claimed
 from afdpatch.registry.lock import Lock
@@ -43,6 +44,9 @@ def transact(
     """
     tree = SourceTree.installed(lock.manifest.package)
     symbols = {entry.id: _check(entry, lock, tree) for entry in entries}
+    for entry in entries:
+        if symbols[entry.id].kind == "value" and journal.get(entry.id) is None:
+            _check_unread(entry, lock)
     built = []
     for entry in entries:
         module = None
@@ -76,6 +80,22 @@ def _check(entry: Entry, lock: Lock, tree: SourceTree) -> Symbol:
     for finding in findings:
         raise finding.as_error(entry.id)
     return here[entry.target]
+
+
+def _check_unread(entry: Entry, lock: Lock) -> None:
+    """Makes sure that no module that keeps a value has been imported: numbers and texts aren't followed by identity."""
+    left = []
+    for keeper in lock.keepers.get(entry.target, ()):
+        module = sys.modules.get(keeper.module)
+        begun = module is None or getattr(getattr(module, "__spec__", None), "_initializing", False)
+        listed = keeper.kind == "import" and keeper.module in entry.holders
+        if keeper.sure and not begun and not listed and keeper.module != entry.module:
+            left.append(str(keeper))
+    if left:
+        found = ", ".join(left)
+        raise NotInEffect(
+            HELD, patch_id=entry.id, symbol=entry.target, expected=HELD_EXPECTED, found=found, todo=HELD_TODO
+        )
 
 
 def _import(entry: Entry) -> ModuleType:

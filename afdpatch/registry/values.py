@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from afdpatch.registry.census import held_lines
 from afdpatch.registry.manifest import Entry
 from afdpatch.registry.source import SourceTree
 
@@ -25,17 +26,12 @@ def import_names(tree: SourceTree, entry: Entry, place: Any, modules: Iterable[s
     word = entry.qualname.encode()
     for name in dict.fromkeys([*modules, *entry.holders]):
         source = tree.file(name)
-        if source is None or name == entry.module or word not in source.data:
+        if source is None or name == entry.module:
             continue
-        names = [
-            alias.asname or alias.name
-            for node in source.tree.body
-            if isinstance(node, ast.ImportFrom) and source.absolute(node) == entry.module
-            for alias in node.names
-            if alias.name == entry.qualname
-        ]
-        if names:
-            found[name] = tuple(names)
+        if name in entry.holders or word in source.data or b"import *" in source.data:
+            names = tuple(held_lines(tree, name, entry.target))
+            if names:
+                found[name] = names
     return found
 
 
@@ -45,14 +41,14 @@ def captures(tree: SourceTree, modules: Iterable[str], name: str) -> list[str]:
     for module in modules:
         source = tree.file(module)
         if source is not None:
-            lines = sorted({node.lineno for node in _loads(source.tree) if node.id == name})
-            found += [f"{source.file}:{line}" for line in lines]
+            lines = {item.lineno for item in loads(source.tree) if isinstance(item, ast.Name) and item.id == name}
+            found += [f"{source.file}:{line}" for line in sorted(lines)]
     return found
 
 
-def _loads(node: ast.AST) -> Iterator[ast.Name]:
-    """The names that are read when a module is imported: all but those in the bodies of functions, and annotations."""
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+def loads(node: ast.AST) -> Iterator[ast.Name | ast.Attribute]:
+    """The names and attributes that are read when a module is imported: not in functions' bodies, nor annotations."""
+    if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
         yield node
     for field, value in ast.iter_fields(node):
         inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and field == "body"
@@ -60,4 +56,4 @@ def _loads(node: ast.AST) -> Iterator[ast.Name]:
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
-                yield from _loads(child)
+                yield from loads(child)

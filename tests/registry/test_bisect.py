@@ -190,6 +190,10 @@ def test_errors_end_with_two(history: History, capsys: pytest.CaptureFixture[str
     good = history.commits["good"]
     for selection in ("main", "..main", "main..", f"{good}...main", f"{good}..none"):
         assert history.run(selection) == 2, selection
+    assert "has no commit 'none'" in capsys.readouterr().err
+    later = history.commit("later")
+    assert history.run(f"{later}..{good}") == 2
+    assert "write the older end first" in capsys.readouterr().err
     git(history.world.site, "checkout", "--quiet", "--orphan", "alone")
     history.commit("alone")
     assert history.run("main..alone") == 2

@@ -135,3 +135,17 @@ def test_several_sets_on_one_target_are_both_patched_again(world: World, make: M
     assert core.free(1) == ("ours", 8)
     lower.undo()
     assert core.free(1) == 8
+
+
+@HOW
+def test_undo_after_a_failed_reload_leaves_no_module_with_ours(world: World, how: str) -> None:
+    world.write(f"{world.package}/user.py", "from .core import free\n")
+    patches = world.patchset(world.entry(when="always", holders=["PKG.user"]))
+    patches.arm()
+    user = world.load("PKG.user")  # it imports ours: nothing of it was rebound
+    assert user.free(1) == ("ours", 8)
+    world.load("OURS.patches").free = world.load("OURS.patches").failing
+    with pytest.raises(PatchError):
+        again(world, how)
+    patches.undo()
+    assert user.free(1) == 8
