@@ -8,7 +8,8 @@ from enum import Enum
 from typing import Any, Protocol
 
 from afdpatch.registry.census import holders_of
-from afdpatch.registry.lock import Lock
+from afdpatch.registry.keepers import keepers_of
+from afdpatch.registry.lock import Keeper, Lock
 from afdpatch.registry.manifest import Entry
 from afdpatch.registry.moved import Likeness, find_moved
 from afdpatch.registry.source import SourceTree, Symbol, SymbolAbsent, SymbolMoved
@@ -73,6 +74,9 @@ class View(Protocol):
     def holders(self, target: str) -> tuple[str, ...]:
         """The modules that hold a patched function of a module."""
 
+    def keepers(self, target: Symbol, holders: tuple[str, ...]) -> tuple[Keeper, ...]:
+        """Who else keeps the original of a target, or overrides it; a record of a release doesn't know."""
+
 
 class TreeView:
     """A source tree as a `View`."""
@@ -97,6 +101,10 @@ class TreeView:
     def holders(self, target: str) -> tuple[str, ...]:
         """The modules that hold a patched function of a module."""
         return holders_of(self.tree, target)
+
+    def keepers(self, target: Symbol, holders: tuple[str, ...]) -> tuple[Keeper, ...]:
+        """Who else keeps the original of a target, or overrides it."""
+        return keepers_of(self.tree, target.name, target.kind, holders)
 
 
 @dataclass(frozen=True)
@@ -192,9 +200,13 @@ def examine(lock: Lock, view: View, probes: Mapping[str, bool | str] | None = No
 
 def examine_entry(entry: Entry, lock: Lock, view: View) -> tuple[Part, ...]:
     """How everything that one entry stands on is in a release."""
-    parts = [compare(lock.symbols[name], view.look(lock.symbols[name])) for name in entry.symbols]
-    if entry.target in lock.holders and parts[0].standing not in (Standing.GONE, Standing.MOVED):
-        now = view.holders(entry.target)
+    looked = {name: view.look(lock.symbols[name]) for name in entry.symbols}
+    parts = [compare(lock.symbols[name], here) for name, here in looked.items()]
+    target = looked[entry.target]
+    if isinstance(target, Absence):
+        return tuple(parts)
+    now = view.holders(entry.target) if entry.target in lock.holders else ()
+    if entry.target in lock.holders:
         parts += [
             Part(name, Standing.INTERFACE, "no longer holds the target") for name in entry.holders if name not in now
         ]
@@ -202,6 +214,13 @@ def examine_entry(entry: Entry, lock: Lock, view: View) -> tuple[Part, ...]:
             Part(name, Standing.INTERFACE, "holds the target too")
             for name in now
             if name not in lock.holders[entry.target]
+        ]
+    if entry.patches_target:
+        known = {keeper.identity for keeper in lock.keepers.get(entry.target, ())}
+        parts += [
+            Part(keeper.module, Standing.INTERFACE, f"keeps or overrides the target: {keeper}")
+            for keeper in view.keepers(target, now)
+            if keeper.kind != "import" and keeper.identity not in known
         ]
     return tuple(parts)
 

@@ -57,8 +57,8 @@ class ImportHooks:
             wrapt.register_post_import_hook(hook, name)
             registering = 0
         await_import(name)
-        if name in self._watched and name in sys.modules:
-            module = sys.modules[name]
+        module = sys.modules.get(name)
+        if name in self._watched and module is not None:
             if _half_imported(module):
                 self._watched.discard(name)
                 return False
@@ -184,7 +184,9 @@ def imported_module(name: str) -> ModuleType | None:
     if sys.modules.get(name) is None:
         return None
     await_import(name)
-    module = sys.modules[name]
+    module = sys.modules.get(name)
+    if module is None:  # the import that was waited for has failed
+        return None
     if _half_imported(module):
         raise Conflict(
             "the patches are armed from within the import of a module that they patch",

@@ -17,7 +17,7 @@ from typing import Any
 from afdpatch.registry.compat import Absence, TreeView
 from afdpatch.registry.errors import LockError, OtherVersion
 from afdpatch.registry.identity import Identity
-from afdpatch.registry.lock import Lock, census, manifest_digest, symbol_data, symbol_of
+from afdpatch.registry.lock import Keeper, Lock, census, manifest_digest, symbol_data, symbol_of
 from afdpatch.registry.manifest import Manifest
 from afdpatch.registry.source import SourceTree, Symbol
 
@@ -151,6 +151,10 @@ class Release:
     def holders(self, target: str) -> tuple[str, ...]:
         """The modules that hold a patched function of a module."""
         return self.held.get(target, ())
+
+    def keepers(self, target: Symbol, holders: tuple[str, ...]) -> tuple[Keeper, ...]:
+        """None: a record has symbols and holders. `compat` with the release's source sees more."""
+        return ()
 
 
 def release_path(manifest: Path, version: str) -> Path:

@@ -6,6 +6,7 @@ import ast
 import hashlib
 import importlib.util
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -337,16 +338,36 @@ def _file_of(tree: SourceTree, symbol: str) -> str:
 def _inherited(
     tree: SourceTree, asked: str, symbol: str, source: SourceFile, owner: ast.ClassDef, rest: str, seen: tuple[str, ...]
 ) -> tuple[Symbol, list[ast.stmt]]:
-    """Looks for an attribute in the bases of a class, in their order (not the full method resolution order)."""
+    """Looks for an attribute in the bases: the first that has it, unless a class below that one has it too."""
+    found: dict[str, tuple[Symbol, list[ast.stmt]]] = {}
     for base in owner.bases:
         where = _class_of(tree, source, base)
         if where is None:
             continue
-        try:
-            return _resolve(tree, asked, f"{where}.{rest}", seen)
-        except SymbolAbsent:
-            continue
+        with suppress(SymbolAbsent):
+            inherited, nodes = _resolve(tree, asked, f"{where}.{rest}", seen)
+            found.setdefault(inherited.defined_as.removesuffix(f".{rest}"), (inherited, nodes))
+    lineages = {name: _lineage(tree, name) for name in found} if len(found) > 1 else {}
+    for name, result in found.items():
+        if not any(name in lineage for other, lineage in lineages.items() if other != name):
+            return result
     raise SymbolAbsent(f"class {owner.name} ({source.file}:{owner.lineno}) neither has nor visibly inherits {rest!r}")
+
+
+def _lineage(tree: SourceTree, owner: str) -> set[str]:
+    """A class and its bases at any distance, as far as they can be followed."""
+    found: set[str] = set()
+    todo = [owner]
+    while todo:
+        name = todo.pop()
+        if name in found:
+            continue
+        found.add(name)
+        with suppress(SymbolAbsent):
+            source, nodes = tree.nodes(name)
+            if isinstance(nodes[-1], ast.ClassDef):
+                todo += [where for base in nodes[-1].bases if (where := _class_of(tree, source, base)) is not None]
+    return found
 
 
 def _class_of(tree: SourceTree, source: SourceFile, base: ast.expr) -> str | None:

@@ -310,6 +310,12 @@ def test_where_every_exception_is_swallowed_the_set_stays_poisoned(world: World)
     assert f"{world.package}.core" not in sys.modules
 
 
+def python_s_own(error: Exception) -> bool:
+    """Whether Python gave up an import because two threads import a circle."""
+    half = isinstance(error, ImportError) and str(error).startswith("cannot import name")
+    return half or type(error).__name__ == "_DeadlockError"
+
+
 def test_circular_imports_in_several_threads_neither_deadlock_nor_skip_a_hook(world: World) -> None:
     world.write(f"{world.package}/a.py", "from . import b\ndef free(x, scale=2): return b\n")
     world.write(f"{world.package}/b.py", "from . import a\ndef free(x, scale=2): return a\n")
@@ -333,12 +339,18 @@ def test_circular_imports_in_several_threads_neither_deadlock_nor_skip_a_hook(wo
         for thread in threads:
             thread.join(30)
         assert not any(thread.is_alive() for thread in threads)
-        # Armed from within an import that is under way is an error by name; a hook is never skipped in silence.
-        assert all(isinstance(error, PatchError) for error in errors), errors
-        if not errors:
-            assert set(patches.states().values()) == {State.APPLIED}
-        else:
+        # Armed from within an import that is under way is an error by name; a hook is never skipped in silence. Python
+        # itself may end an import of a circle by two threads (without any patch in one of seven such tries).
+        ours = [error for error in errors if not python_s_own(error)]
+        assert all(isinstance(error, PatchError) for error in ours), errors
+        states = patches.states()
+        if ours:
             assert patches.failure is not None
+        elif not errors:
+            assert set(states.values()) == {State.APPLIED}
+        else:
+            there = [name for name in "ab" if f"{world.package}.{name}" in sys.modules]
+            assert all(states[f"{name}.free"] is State.APPLIED for name in there), (states, errors)
         patches.undo()
         for name in [name for name in sys.modules if name.startswith(f"{world.package}.")]:
             del sys.modules[name]

@@ -56,6 +56,23 @@ def pinned(world: World) -> World:
     return world
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["KEPT = core.Engine.run", "class Mine(core.Engine):\n    def run(self, x):\n        return x"],
+)
+def test_what_keeps_or_overrides_a_target_in_a_source_is_told(
+    pinned: World, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    code, found = matrix(pinned, capsys, other_release(pinned, "9.9"))
+    assert code == 0, found
+    pinned.write(f"{pinned.package}/new.py", f"from . import core\n{line}\n")
+    code, found = matrix(pinned, capsys, str(pinned.site))
+    ((_, patches),) = found.items()
+    assert code == 4
+    assert patches["core.engine-run"] == "interface"
+    assert [name for name, standing in patches.items() if standing != "same"] == ["core.engine-run"]
+
+
 def change(world: World) -> None:
     """One patch for each standing."""
     world.core("(2 if twice else 1)", "(3 if twice else 1)")

@@ -132,3 +132,20 @@ def test_only_named_files_are_read(world: World) -> None:
     tree = tree_of(world, broken="def f(:")
     tree.resolve(f"{world.package}.core:Engine.run")
     assert list(tree._files) == [f"{world.package}.core"]
+
+
+@pytest.mark.parametrize(
+    ("bases", "expected"),
+    [("Left, Right", "Right"), ("Right, Left", "Right"), ("Left, Far", "Far"), ("Right, Other", "Right")],
+)
+def test_in_a_diamond_the_class_below_the_common_base_counts_as_in_python(
+    world: World, bases: str, expected: str
+) -> None:
+    text = "class Root:\n    def run(self): return 'Root'\nclass Other:\n    def run(self): return 'Other'\n"
+    text += "class Left(Root): pass\nclass Right(Root):\n    def run(self): return 'Right'\n"
+    text += "class Between(Root):\n    def run(self): return 'Far'\nclass Far(Between): pass\n"
+    world.write(f"{world.package}/diamond.py", f"{text}class Both({bases}): pass\n")
+    module = world.load("PKG.diamond")
+    assert module.Both().run() == expected
+    defined = SourceTree.at(world.package, world.site).resolve(f"{module.__name__}:Both.run").defined_as
+    assert defined.rpartition(":")[2] == module.Both.run.__qualname__
