@@ -113,6 +113,8 @@ class Line:
     colour: str
     points: Mapping[int, tuple[float, Sequence[float]]]
     form: str = "{:.1f}"
+    below: bool = False
+    """Whether its values stand below the line."""
 
 
 def draw_lines(
@@ -146,8 +148,9 @@ def draw_lines(
         high = [max(repeats) - middle for middle, repeats in line.points.values()]
         axes.errorbar(x, y, yerr=(low, high), color=line.colour, marker="o", markersize=4, capsize=3, label=line.label)
         for a, b in zip(x, y, strict=True):
+            place = (0, -14 if line.below else 6)
             text = line.form.format(b)
-            axes.annotate(text, (a, b), textcoords="offset points", xytext=(0, 6), ha="center", fontsize=8)
+            axes.annotate(text, (a, b), textcoords="offset points", xytext=place, ha="center", fontsize=8)
     if marks:
         axes.plot(list(marks), list(marks.values()), "_", color="#444444", markersize=14, label="to reach")
     axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)

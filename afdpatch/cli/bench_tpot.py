@@ -277,10 +277,10 @@ def draw(report: Report, path: Path) -> None:
     """Both sides over the batch, and what was to be reached."""
     table = _lines(report)
     look = {"afd": ("AFD, two GPUs", "#1f4e8c"), "stock": ("stock vLLM, one GPU", "#777777")}
-    lines = [
-        Line(*look[side], {n: (line[side]["ms"], line[side]["repeats_ms"]) for n, line in table.items()}, "{:.2f}")
-        for side in SIDES
-    ]
+    lines = []
+    for side in SIDES:
+        points = {n: (line[side]["ms"], line[side]["repeats_ms"]) for n, line in table.items()}
+        lines.append(Line(*look[side], points, "{:.2f}", below=side == "stock"))
     draw_lines(
         path,
         lines,

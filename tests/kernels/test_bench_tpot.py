@@ -98,3 +98,17 @@ def test_a_report_makes_a_table_and_a_picture(tmp_path: Path, capsys: Any) -> No
     pytest.importorskip("matplotlib")
     bench_tpot.draw(report, tmp_path / "picture.svg")
     assert "<svg" in (tmp_path / "picture.svg").read_text()
+
+
+def test_the_recorded_figures_are_those_of_the_page(tmp_path: Path, capsys: Any) -> None:
+    report = json.loads((ROOT / "docs" / "gpu" / "tpot.json").read_text())
+    page = (ROOT / "docs" / "gpu-hop.md").read_text()
+    bench_tpot.show(report)
+    text = capsys.readouterr().out
+    for batch in bench_tpot.BATCHES:
+        afd, stock = (
+            next(r for r in report["results"] if (r["side"], r["batch"]) == (s, batch)) for s in bench_tpot.SIDES
+        )
+        gain = f"{100 * (afd['ms'] / stock['ms'] - 1):+.1f} %"
+        assert f"| {batch} | {afd['ms']:.2f} | {stock['ms']:.2f} | {gain} |" in page
+        assert gain in text
