@@ -1,6 +1,7 @@
 """An attention rank's route: repeats, takeovers, ways back, giving up; FFN servers are real processes."""
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -566,6 +567,7 @@ def connections():
 def test_losses_and_returns_leak_no_descriptor(transport):
     with servers(transport, 2) as ffn, route_to(ffn, rank=0) as route:
         route.hop(ONE, 0)
+        gc.collect()  # what earlier tests left
         before = connections()
         for _ in range(4):
             ffn.kill(0)
