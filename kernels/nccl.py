@@ -210,11 +210,15 @@ class NcclBuffers:
     ) -> None:
         stream = torch.cuda.current_stream(self.device).cuda_stream
         self._captured = self._captured or torch.cuda.is_current_stream_capturing()
-        with self._lock:
-            comm = self._comm
-            if comm is None:
-                return
-            getattr(comm, what)(tensor.data_ptr(), tensor.numel(), self._type, stream)
+        try:
+            with self._lock:
+                comm = self._comm
+                if comm is None:
+                    return
+                getattr(comm, what)(tensor.data_ptr(), tensor.numel(), self._type, stream)
+        except NcclError as error:  # it refuses whatever it is asked for once it has noticed that the peer died
+            self._fail(HopCode.ABORTED, str(error))
+            return
         self._settle(time.monotonic() + self.deadline_s if deadline_s is None else deadline_s, check)
 
     def _settle(self, deadline_s: float, check: Callable[[], None] = lambda: None) -> None:
@@ -274,13 +278,14 @@ class NcclBuffers:
             return
         _allow_queries_during_captures()
         now = time.monotonic()
-        while self._steps and self._steps[0].done is not None and self._steps[0].done.query():
-            self._steps.popleft()
-            if self._steps:
-                self._steps[0].since = now
-        if self._steps and now - self._steps[0].since > self.deadline_s:
-            self._fail(HopCode.DEADLINE, f"a step wasn't through after {self.deadline_s:g} s")
-            return
+        with contextlib.suppress(IndexError):  # `begun` took the last one back meanwhile
+            while self._steps and self._steps[0].done is not None and self._steps[0].done.query():
+                self._steps.popleft()
+                if self._steps:
+                    self._steps[0].since = now
+            if self._steps and now - self._steps[0].since > self.deadline_s:
+                self._fail(HopCode.DEADLINE, f"a step wasn't through after {self.deadline_s:g} s")
+                return
         self._settled()
 
     # The end

@@ -75,10 +75,12 @@ class LostStepScheduler:
         self._losses = 0
         self._lost_since: float | None = None
         self._keeps_blocks = False
+        self._keepers: list[Any] = []
 
     def schedule(self, throttle_prefills: bool = False) -> "SchedulerOutput":
         """vLLM's own; the step is kept until its result is there."""
         scheduler_output: SchedulerOutput = super().schedule(throttle_prefills)  # type: ignore[misc]
+        self._release()
         scheduler_output.afd_losses = self._losses  # type: ignore[attr-defined]  # see `losses_before`
         self._under_way.append(scheduler_output)
         return scheduler_output
@@ -150,6 +152,7 @@ class LostStepScheduler:
             self._preempt_request(request, now, drop_stale_output=True)  # type: ignore[attr-defined]
             if self._keeps_blocks:
                 request.num_computed_tokens = tokens
+                self._keepers.append(request)
             self._keeps_blocks = False
         # As vLLM does where it preempts all: the worker takes these requests out of its batch, and gets their tokens.
         self.prev_step_scheduled_req_ids.clear()
@@ -158,6 +161,17 @@ class LostStepScheduler:
         """vLLM's own, but not for a request that is put back."""
         if not self._keeps_blocks:
             super()._free_request_blocks(request)  # type: ignore[misc]
+
+    def _release(self) -> None:
+        """Who kept its blocks and wasn't taken into the next step gives them back.
+
+        Another may come before it in the queue and need just those blocks: vLLM's queue ends at who finds no room.
+        """
+        for request in self._keepers:
+            if request.status == RequestStatus.PREEMPTED and request.num_computed_tokens:
+                self._free_request_blocks(request)
+                request.num_computed_tokens = 0
+        self._keepers.clear()
 
     def _evict(self, computed: dict[str, int]) -> None:
         """Take the blocks from a request's computed tokens on out of the prefix cache; see `_computed_before`."""

@@ -15,6 +15,9 @@ from afdpatch.registry.lock import Keeper
 from afdpatch.registry.scope import bindings
 from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent, module_of
 
+_BINDS_NEXT = re.compile(rb"\b(?:(?:def|class)\s+|import\b(?:.*\W)?)\Z")
+_IS_BOUND = re.compile(rb"\s*[:=][^=]")
+_ENDS_INSIDE = re.compile(rb"\w\Z")
 _HEAD = re.compile(rb"\bclass\s+\w+\s*\([^)]*\Z")
 
 
@@ -91,8 +94,17 @@ def _hidden(source: SourceFile, node: ast.ClassDef, where: str, last: str) -> It
 def _bound_twice(tree: SourceTree, name: str) -> bool:
     """Whether the package binds a name more than once: else nothing overrides what has it."""
     letters = name.encode()
-    bound = re.compile(rb"\b(?:def|class)\s+%s\b|\b%s\s*[:=][^=]|\bimport\b[^\n]*\b%s\b" % ((re.escape(letters),) * 3))
-    return sum(len(bound.findall(data)) for _, data in tree.contents if letters in data) > 1
+    # A pattern that begins with letters is searched for as they are; what stands around them is looked at afterwards.
+    word, found = re.compile(rb"%s\b" % re.escape(letters)), 0
+    for _, data in tree.contents:
+        for match in word.finditer(data) if letters in data else ():
+            before = data[data.rfind(b"\n", 0, match.start()) + 1 : match.start()]
+            found += _BINDS_NEXT.search(before) is not None or (
+                not _ENDS_INSIDE.search(before) and _IS_BOUND.match(data, match.end()) is not None
+            )
+            if found > 1:
+                return True
+    return False
 
 
 def subclasses(tree: SourceTree, owner: str) -> Iterator[tuple[str, SourceFile, ast.ClassDef]]:

@@ -469,3 +469,45 @@ def test_a_step_that_no_scheduler_made_is_run_whatever_was_lost(worker: Any) -> 
     worker._losses = 3
     assert worker.execute_model(SimpleNamespace(total_num_scheduled_tokens=5, num_scheduled_tokens={})) is None
     assert worker.ran == 5
+
+
+def _hold_all_blocks(engine: Engine) -> list[Any]:
+    """Requests that generate and hold every block but one."""
+    requests = [engine.add(list(range(700 * n, 700 * n + 9 * BLOCK + 2)), max_tokens=40) for n in range(6)]
+    while not all(request.num_output_tokens for request in requests):
+        engine.computed(engine.scheduler.schedule())
+    return requests
+
+
+@pytest.mark.parametrize("ahead", ["skipped", "priority", "paused"])
+def test_a_request_that_keeps_its_blocks_and_is_not_taken_at_once_gives_them_back(
+    repeating: Engine, ahead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one that comes before it in the queue, and needs those blocks, would wait for it and it for that one."""
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+
+    scheduler = repeating.scheduler
+    if ahead == "priority":
+        monkeypatch.setattr(scheduler, "policy", SchedulingPolicy.PRIORITY)
+        for queue in ("waiting", "skipped_waiting"):
+            monkeypatch.setattr(scheduler, queue, create_request_queue(SchedulingPolicy.PRIORITY))
+    requests = _hold_all_blocks(repeating)
+    step = scheduler.schedule()
+    other = repeating.add(list(range(9000, 9000 + 20 * BLOCK)))
+    if ahead == "priority":
+        other.priority = -1
+    elif ahead == "skipped":  # where vLLM keeps those whose grammar was compiled late
+        scheduler.waiting.remove_request(other)
+        scheduler.skipped_waiting.add_request(other)
+    assert repeating.lost(step, repeat=True) == {}
+    if ahead == "paused":
+        scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        repeating.computed(scheduler.schedule())
+        assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
+        scheduler.set_pause_state(PauseState.UNPAUSED)
+    for _ in range(400):
+        if scheduler.has_requests():
+            repeating.computed(scheduler.schedule())
+    assert [request.num_output_tokens for request in (*requests, other)] == [40] * 6 + [8]
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from afdpatch.kernels import HopCode, HopError
 from afdpatch.kernels.nccl import NcclBuffers, _Step
+from afdpatch.kernels.nccl_library import NcclError
 from afdpatch.runtime.config import AfdConfig, ConfigError
+from afdpatch.runtime.connectors._ipc import HangUp
 from afdpatch.runtime.connectors.base import ConnectionRefused, FfnError, InvalidHop, StepLost
 from afdpatch.runtime.connectors.factory import attention_connectors, ffn_connector, gpu_ffn_connector
 from afdpatch.runtime.ffn_loop import FfnLoop
@@ -149,6 +152,36 @@ def test_a_step_that_the_gpu_does_not_get_through_ends_at_the_deadline() -> None
     first.look()
     assert first.status().code is HopCode.DEADLINE and "after 60 s" in str(first.status())
     first.close(), second.close()
+
+
+class Vanishing(deque[_Step]):
+    """Steps of which the last is taken back while somebody looks."""
+
+    def __bool__(self) -> bool:
+        self.clear()
+        return True
+
+
+def test_a_step_that_is_taken_back_while_somebody_looks_does_not_end_the_watch() -> None:
+    first, second = pair_of_buffers()
+    first._steps = Vanishing([_Step(time.monotonic())])
+    first.look()
+    assert first.status().code is HopCode.OK
+    first._steps = deque()
+    first.close(), second.close()
+
+
+def test_a_watch_that_fails_ends_what_it_watches() -> None:
+    ours, theirs = socket.socketpair()
+    gone = threading.Event()
+
+    def look() -> None:
+        raise ValueError("a bug")
+
+    with ours, theirs:
+        watch = HangUp(ours, gone.set, look)
+        assert gone.wait(10)
+        watch.stop()
 
 
 @pytest.mark.parametrize("keys", [{"host": "10.0.0.1"}, {"connector_extra_config": {"ffn_addresses": ["10.0.0.1:9"]}}])
@@ -284,6 +317,42 @@ def test_graphs_end_with_their_connection_and_steps_go_on_eagerly_and_counted(pa
     assert step(pair.route, 8) == SENT
     assert not pair.route.graphs_stand()
     assert pair.attention_page.snapshot().errors == errors + 2
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["attention", "ffn"])
+def test_a_call_that_nccl_refuses_loses_the_step_and_ends_no_server(pair: Pair, rank: int) -> None:
+    """As it does once it has noticed that the peer has died, which may be before anybody else does."""
+    assert step(pair.route, 2) == SENT
+    (peer,) = pair.loop._connector._peers.values()  # type: ignore[attr-defined]
+    refusing = (pair.route._gpu.buffers, peer.buffers)[rank]._comm
+
+    def refuse(*_: object) -> None:
+        raise NcclError("a hop: NCCL says remote process exited (6)")
+
+    refusing.receive = refuse
+    with pytest.raises(StepLost):
+        step(pair.route, 2)
+    assert step(pair.route, 2) == SENT
+    assert pair.loop.alive
+
+
+def test_an_ffn_server_without_memory_for_a_peer_refuses_it_and_goes_on(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create(*_: object, initiator: bool, **more: object) -> NcclBuffers:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    pair.route.close()
+    with monkeypatch.context() as patch:
+        whole = NcclBuffers.create
+        patch.setattr(NcclBuffers, "create", lambda *a, **k: (whole if k["initiator"] else create)(*a, **k))
+        route = StepRoute(pair.config, 0)
+        with pytest.raises(ConnectionRefused, match="as this GPU has memory for"):
+            route.connect(greeting("attention"))
+        route.close()
+    pair.route = StepRoute(pair.config, 0, pair.attention_page)
+    pair.route.connect(greeting("attention"))
+    assert step(pair.route, 2) == SENT
 
 
 def test_an_ffn_server_ends_a_step_that_its_peer_does_not_go_on_with(pair: Pair) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import fcntl
+import logging
 import mmap
 import os
 import select
@@ -24,6 +25,7 @@ _PAGE = 4096
 _HALF = 2048
 _LOOK_MS = 100
 _LENGTH = struct.Struct("<I")
+log = logging.getLogger(__name__)
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -118,9 +120,12 @@ class HangUp:
     def _run(self) -> None:
         poll = select.poll()
         poll.register(self._sock, select.POLLRDHUP)
-        while not poll.poll(None if self._look is None else _LOOK_MS) and not self._stopped:
-            if self._look is not None:
-                self._look()
+        try:
+            while not poll.poll(None if self._look is None else _LOOK_MS) and not self._stopped:
+                if self._look is not None:
+                    self._look()
+        except Exception:  # who isn't watched any more must not be waited for
+            log.exception("the watch over a connection failed: it is ended")
         if not self._stopped:
             self._on_gone()
 

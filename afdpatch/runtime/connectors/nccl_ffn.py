@@ -77,15 +77,18 @@ class _NcclPending(TcpPending):
             raise ProtocolError(
                 "communicator", "none", "one, as this FFN server's connector is nccl; give both the same"
             )
-        buffers = NcclBuffers.create(
-            greeting.max_rows,
-            greeting.hidden_size,
-            greeting.dtype,
-            greeting.micro_batches,
-            torch.device("cuda", torch.cuda.current_device()),
-            initiator=False,
-            deadline_s=self._hop_timeout_s,
-        )
+        try:
+            buffers = NcclBuffers.create(
+                greeting.max_rows,
+                greeting.hidden_size,
+                greeting.dtype,
+                greeting.micro_batches,
+                torch.device("cuda", torch.cuda.current_device()),
+                initiator=False,
+                deadline_s=self._hop_timeout_s,
+            )
+        except torch.OutOfMemoryError as error:
+            raise ProtocolError("max_rows", greeting.max_rows, "as many as this GPU has memory for") from error
         buffers.open(bytes.fromhex(greeting.communicator))
         return _NcclPeer(self, number, greeting, buffers, self.outbox)
 
