@@ -12,7 +12,7 @@ from afdpatch.patches.settings import settings_of
 from afdpatch.runtime.status import StatusPages
 
 ENTRY = "engine-core.start"
-HOP_SHARE = 0.6
+HOP_SHARE = 0.5
 """The part of vLLM's `shutdown_timeout` in which hops may wait for an FFN server; the rest is for the end itself."""
 
 

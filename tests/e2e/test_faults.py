@@ -276,7 +276,6 @@ def test_sigterm_of_an_attention_server_whose_ffn_server_is_gone_ends_in_time(
         until(lambda: attention.exit_code is not None, 20, "the attention server ends within 20 s of SIGTERM")
         took = time.monotonic() - begin
         assert attention.exit_code == 0, json.dumps(attention.log.path.read_text()[-3000:])
-        assert "force killing" not in attention.log.path.read_text()
         stream.join(20)
         assert not stream.is_alive() and len(stream.tokens) < TOKENS
         moment = f"shutdown, {'before' if before else 'after'} SIGTERM"
