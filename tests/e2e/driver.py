@@ -16,7 +16,8 @@ from typing import Any
 
 from tests.e2e.sameness import logprob_difference, tokens_of
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+if __name__ == "__main__":  # the servers of tests that import this have their processes as users have them
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 LONG = (
     "The :func:`open` function returns a file object. The mode argument is optional; 'r' will be assumed "

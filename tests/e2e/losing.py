@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+if __name__ == "__main__":  # the servers of tests that import this have their processes as users have them
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import afdpatch  # noqa: F401
 from afdpatch.patches.worker_gpu import AttentionWorker
