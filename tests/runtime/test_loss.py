@@ -133,7 +133,7 @@ def test_a_peer_that_dies_frees_its_mapping(address, ffn, page):
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     until(lambda: page.snapshot().peers == 0 and mapped() == 0, "the mapping is gone")
-    assert len(os.listdir(f"/proc/{ffn.pid}/fd")) == idle
+    until(lambda: len(os.listdir(f"/proc/{ffn.pid}/fd")) == idle, "no descriptor is left")
 
 
 def test_a_peer_that_dies_in_its_hop_does_no_harm(address, ffn, page):
