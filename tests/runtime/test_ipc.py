@@ -5,7 +5,8 @@ import socket
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,29 +19,20 @@ from afdpatch.runtime.connectors._ipc import Announced, HandlePage, HangUp
 from afdpatch.runtime.connectors.base import FfnError, InvalidHop, NoFfnServer, StepLost
 from afdpatch.runtime.connectors.factory import gpu_ffn_connector
 from afdpatch.runtime.ffn_loop import FfnLoop
-from afdpatch.runtime.protocol import Greeting, Header, Kind, ProtocolError, error_message
+from afdpatch.runtime.protocol import Header, Kind, ProtocolError, error_message
 from afdpatch.runtime.status import StatusPage
 from afdpatch.runtime.step_route import StepRoute
+from tests.runtime import helpers
 from tests.runtime.gpu_stand_in import StandInBuffers, StandInGraph
+from tests.runtime.helpers import until
 
 LAYERS = (0, 1, 2)
 HIDDEN = 8
 
 
-def greeting(role: str) -> Greeting:
-    return Greeting(
-        role=role, rank=0, manifest_digest="a", vllm_version="1", model="m", config_digest="c", checkpoint="c",
-        dtype="float32", hidden_size=HIDDEN, layers=LAYERS, max_rows=16, micro_batches=1, num_attention_ranks=1,
-        num_ffn_ranks=1,
-    )  # fmt: skip
-
-
-def until(condition: Callable[[], Any], what: str, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        pause.wait(0.01)
+greeting = partial(
+    helpers.greeting, layers=LAYERS, hidden_size=HIDDEN, max_rows=16, micro_batches=1, num_attention_ranks=1
+)
 
 
 # ---- parts ----------------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,15 @@ from afdpatch.kernels.nccl import NcclBuffers, _Step
 from afdpatch.kernels.nccl_library import NcclError
 from afdpatch.runtime.config import AfdConfig, ConfigError
 from afdpatch.runtime.connectors._ipc import HangUp
-from afdpatch.runtime.connectors.base import ConnectionRefused, FfnError, InvalidHop, StepLost
+from afdpatch.runtime.connectors.base import ConnectionRefused, ConnectorError, FfnError, InvalidHop, StepLost
 from afdpatch.runtime.connectors.factory import attention_connectors, ffn_connector, gpu_ffn_connector
 from afdpatch.runtime.ffn_loop import FfnLoop
 from afdpatch.runtime.protocol import Greeting, ProtocolError
 from afdpatch.runtime.route import Route
 from afdpatch.runtime.status import StatusPage
 from afdpatch.runtime.step_route import StepRoute
-from tests.runtime import nccl_stand_in
+from tests.runtime import helpers, nccl_stand_in
+from tests.runtime.helpers import until
 from tests.runtime.nccl_stand_in import CAPTURING, living
 
 LAYERS = (0, 1, 2)
@@ -39,23 +41,9 @@ SENT = 24.0
 """What a step makes of ones."""
 
 
-def greeting(role: str, **more: Any) -> Greeting:
-    return replace(
-        Greeting(
-            role=role, rank=0, manifest_digest="a", vllm_version="1", model="m", config_digest="c", checkpoint="c",
-            dtype="float32", hidden_size=HIDDEN, layers=LAYERS, max_rows=16, micro_batches=1, num_attention_ranks=1,
-            num_ffn_ranks=1,
-        ),
-        **more,
-    )  # fmt: skip
-
-
-def until(condition: Callable[[], Any], what: str, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        pause.wait(0.01)
+greeting = partial(
+    helpers.greeting, layers=LAYERS, hidden_size=HIDDEN, max_rows=16, micro_batches=1, num_attention_ranks=1
+)
 
 
 def free_port() -> int:
@@ -350,6 +338,31 @@ def test_an_ffn_server_without_memory_for_a_peer_refuses_it_and_goes_on(
         with pytest.raises(ConnectionRefused, match="as this GPU has memory for"):
             route.connect(greeting("attention"))
         route.close()
+    pair.route = StepRoute(pair.config, 0, pair.attention_page)
+    pair.route.connect(greeting("attention"))
+    assert step(pair.route, 2) == SENT
+
+
+def test_an_ffn_server_that_cannot_join_for_any_reason_ends_the_connection(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, tries = NcclBuffers.join, []
+
+    def join(buffers: NcclBuffers, *more: Any) -> None:
+        if not buffers.initiator:
+            tries.append(1)
+            raise RuntimeError("CUDA error: an illegal memory access")
+        whole(buffers, *more)
+
+    pair.route.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(NcclBuffers, "join", join)
+        route = StepRoute(pair.config, 0)
+        with pytest.raises(ConnectorError):
+            route.connect(greeting("attention"), time.monotonic() + 4)
+        route.close()
+    assert len(tries) > 1, "the first try was ended, not waited for"
+    assert "illegal memory access" in caplog.text
     pair.route = StepRoute(pair.config, 0, pair.attention_page)
     pair.route.connect(greeting("attention"))
     assert step(pair.route, 2) == SENT

@@ -14,9 +14,8 @@ from afdpatch.runtime.config import ConfigError
 from afdpatch.runtime.connectors.base import ConnectionRefused
 from afdpatch.runtime.protocol import Mismatch, ProtocolError, Refusal
 from afdpatch.runtime.secret import DIFFER, DRAINS, Handshake, SecretError, read_secret
-from afdpatch.runtime.status import StatusPage
 
-from .helpers import HIDDEN, connected, ffn_process, greeting, new_address, until
+from .helpers import HIDDEN, connected, ffn_process, greeting, until
 from .strangers import challenged, framed, stranger, unframed
 
 SECRET, OTHER = b"sixteen letters!", b"sixteen others.."
@@ -101,16 +100,6 @@ def test_random_bytes_are_no_handshake(data):
 def test_a_refusal_in_the_place_of_a_challenge_is_given_back():
     refusal = Refusal("no", retry=True)
     assert Handshake("attention", SECRET).check_challenge(refusal.encode()) == refusal
-
-
-@pytest.fixture(params=["shm", "tcp"])
-def address(request):
-    return new_address(request.param)
-
-
-@pytest.fixture
-def page():
-    return StatusPage.create("ffn")
 
 
 def test_servers_that_share_a_secret_hop(address, page):

@@ -110,8 +110,9 @@ class _NcclPeer(GpuPeer):
     def _join(self) -> None:
         try:
             self.buffers.join(time.monotonic() + JOIN_S)
-        except (NcclError, HopError) as error:
-            log.error("attention rank %d (%s): %s", self.rank, self.who, error)
+        except Exception as error:  # whatever it is, the peer must not wait for a communicator that never comes
+            known = isinstance(error, (NcclError, HopError))
+            log.error("attention rank %d (%s): %s", self.rank, self.who, error, exc_info=not known)
             self.hang_up.end_connection()
 
     def watch(self) -> HangUp:
