@@ -394,6 +394,8 @@ def main() -> None:
     for thread in threads:
         thread.join(matrix.left())
     matrix.end()
+    if broken := [name for name in matrix.results if name.endswith(":error")]:
+        sys.exit(f"{', '.join(broken)}: see the tracebacks in results.json")
 
 
 if __name__ == "__main__":
