@@ -4,8 +4,9 @@
 
 Stock vLLM answers each prompt first, alone. Then two attention servers and two FFN servers serve the same prompts,
 streamed to the end or hung up in mid-stream, while every minute a process of an FFN server (worker, EngineCore, API
-server) is killed, stopped or asked to end, and the server is started again. An attention server is killed once in a
-round too: what it had in flight is asked again at the other one, as a load balancer would, and counted apart.
+server) is killed, stopped or asked to end, and the server is started again, whether or not the one before is back. An
+attention server is killed once in a round too: what it had in flight is asked again at the other one, as a load
+balancer would, and counted apart.
 """
 
 import argparse
@@ -21,7 +22,6 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ FAULTS = [
     ("ffn0", "api", signal.SIGTERM),
     ("attention1", "worker", signal.SIGKILL),
 ]
-"""(server, process, signal), a minute each, again and again."""
+"""(server, process, signal): one each minute, again and again; a server that isn't back yet loses its turn."""
 
 
 @dataclass
@@ -171,36 +171,68 @@ def bench_client(cluster: Cluster, minutes: float, folder: Path) -> "subprocess.
     return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **ONE_THREAD})
 
 
-def faults(cluster: Cluster, load: Load, end: float, every: float) -> Iterator[dict[str, Any]]:
-    """One fault after the other, `every` seconds apart, the server started again each time."""
-    tick = threading.Event()
-    for number, (name, part, sign) in enumerate(itertools.cycle(FAULTS)):
-        begin = time.monotonic()
-        if begin + every > end:
-            return
+class Faults(threading.Thread):
+    """A fault each `every` seconds, on the next server in turn that is whole; the servers are mended beside it.
+
+    `told` has one entry for each fault, `due_s` and `at_s` after the begin; `error` what kept a server from returning.
+    """
+
+    def __init__(self, cluster: Cluster, load: Load, minutes: float, every: float) -> None:
+        super().__init__(daemon=True)
+        self.cluster, self.load = cluster, load
+        self.told: list[dict[str, Any]] = []
+        self.error: BaseException | None = None
+        self._times = [every * number for number in range(1, int(minutes * 60 / every))]
+        self._mending: dict[str, threading.Thread] = {}
+        self._begin = time.monotonic()
+
+    def run(self) -> None:
+        """Do it, and wait until every server is back."""
+        tick = threading.Event()
+        turn = itertools.cycle(FAULTS)
+        for due in self._times:
+            while time.monotonic() < self._begin + due or len(self._broken()) == len({name for name, *_ in FAULTS}):
+                tick.wait(0.1)
+            broken = self._broken()
+            name, part, sign = next(fault for fault in turn if fault[0] not in broken)
+            fault = {"number": len(self.told), "due_s": due, "at_s": round(time.monotonic() - self._begin, 1)}
+            fault |= {"server": name, "process": part, "signal": sign.name, "down_already": sorted(broken)}
+            self.told.append(fault)
+            self._mending[name] = threading.Thread(target=self._strike, args=(fault, name, part, sign), daemon=True)
+            self._mending[name].start()
+        for thread in self._mending.values():
+            thread.join(400)
+
+    def _broken(self) -> set[str]:
+        return {name for name, thread in self._mending.items() if thread.is_alive()}
+
+    def _strike(self, fault: dict[str, Any], name: str, part: str, sign: signal.Signals) -> None:
+        try:
+            self._one(fault, name, part, sign)
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def _one(self, fault: dict[str, Any], name: str, part: str, sign: signal.Signals) -> None:
+        begin, tick = time.monotonic(), threading.Event()
         if name.startswith("attention"):
-            load.killed.add(name)
-        server = cluster.servers[name]
-        pid = cluster.signal(name, part, sign)
-        told = {"number": number, "server": name, "process": part, "signal": sign.name}
+            self.load.killed.add(name)
+        server = self.cluster.servers[name]
+        pid = self.cluster.signal(name, part, sign)
         if sign is signal.SIGSTOP:
             tick.wait(20)
-            with_cont = cluster.servers[name]
             os.kill(pid, signal.SIGCONT)
-            with_cont.check()
+            server.check()
         else:
             while server.exit_code is None and time.monotonic() < begin + 60:
                 tick.wait(0.1)
-            told["ended_after_s"] = round(time.monotonic() - begin, 1)
+            fault["ended_after_s"] = round(time.monotonic() - begin, 1)
             server.stop()
-            cluster.start(name)
-        cluster.wait(name, timeout=180)
-        told["back_after_s"] = round(time.monotonic() - begin, 1)
-        load.killed.discard(name)
-        print(f"fault {told}", flush=True)
-        yield told
-        while time.monotonic() < begin + every:
-            tick.wait(0.2)
+            self.cluster.start(name)
+        self.cluster.wait(name, timeout=300)
+        fault["back_after_s"] = round(time.monotonic() - begin, 1)
+        self.load.killed.discard(name)
+        print(f"fault {fault}", flush=True)
 
 
 def soak(minutes: float, folder: Path, *, every: float, threads: int, think_s: float) -> dict[str, Any]:
@@ -212,13 +244,19 @@ def soak(minutes: float, folder: Path, *, every: float, threads: int, think_s: f
         alone.wait_ready(300)
         for question in asked:
             question.expected = ask(alone.url, question)[0]
-    cluster = Cluster(OPTIONS, folder, attention=2, ffn=2, extra={"hop_timeout_s": 10, "recovery_timeout_s": 200})
+    cluster = Cluster(OPTIONS, folder, attention=2, ffn=2, extra={"hop_timeout_s": 10, "recovery_timeout_s": 280})
     with cluster:
         cluster.wait()
         begin = time.monotonic()
         bench = bench_client(cluster, minutes, folder)
         with Load(cluster, asked, threads, think_s) as load:
-            told = list(faults(cluster, load, begin + minutes * 60, every))
+            struck = Faults(cluster, load, minutes, every)
+            struck.start()
+            struck.join(minutes * 60 + 600)
+            assert not struck.is_alive(), "expected every server back within ten minutes of the last fault"
+            if struck.error:
+                raise struck.error
+            told = struck.told
             tick = threading.Event()
             while time.monotonic() < begin + minutes * 60:
                 tick.wait(0.2)
