@@ -65,6 +65,7 @@ def main(argv: list[str]) -> int:
             stop_at, group_at, kill_at = now, now + grace / 2, now + grace
         if status is not None:
             if not descendants():
+                reap(server, status)  # who ended since: nothing of it is left to whoever comes after this process
                 if os.WIFEXITED(status):
                     return os.WEXITSTATUS(status)
                 return 128 + (signal.SIGINT if not parent and asked_by == signal.SIGINT else os.WTERMSIG(status))

@@ -63,6 +63,18 @@ def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
     pytest.fail(f"expected within {seconds:g} s: {what}")
 
 
+GONE = ("", "Z", "X")
+"""The states of a process that runs no more; a container's first process may never collect a zombie."""
+
+
+def state(pid: int) -> str:
+    """A process's state, the letter in /proc: R, S, D, T, Z, ...; nothing once it has gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return ""
+
+
 def ask(server: Server, path: str = "/v1/completions", **body: Any) -> tuple[int, Any]:
     """POST a completion; status and JSON."""
     content = {

@@ -17,7 +17,7 @@ from afdpatch.cli.servers import Server, ServerDied, children, get_status, stop_
 from tests.e2e.cluster import EXTRA, LONG, SHORT, TOKENS, ZEROABLE, Cluster, Stream, streamed, title
 from tests.e2e.conftest import metrics
 from tests.e2e.driver import rpc
-from tests.e2e.servers import LAYERS, OPTIONS, until
+from tests.e2e.servers import GONE, LAYERS, OPTIONS, state, until
 from tests.e2e.workers import FAULT
 
 pytestmark = pytest.mark.full
@@ -126,7 +126,7 @@ def test_a_fault_ends_as_the_table_says(
     stream = Stream(attention, prompt)
     begin = time.monotonic()
     try:
-        until(lambda: stopped_or_gone(pid), 60, f"the fault strikes process {pid}")
+        until(lambda: state(pid) in ("T", *GONE), 60, f"the fault strikes process {pid}")
         if fault.outcome == "others go on":
             assert Stream(cluster.servers["attention1"], prompt).result(fault.bound_s) == expected[prompt]
             until(
@@ -149,14 +149,6 @@ def test_a_fault_ends_as_the_table_says(
         mend(cluster, victim, fault, pid)
         cluster.wait(timeout=180)
     assert streamed(cluster.servers["attention0"], prompt) == expected[prompt]
-
-
-def stopped_or_gone(pid: int) -> bool:
-    """Whether a process is stopped, a zombie or gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "TZ"
-    except OSError:
-        return True
 
 
 def mend(cluster: Cluster, server: Server, fault: Fault, pid: int) -> None:
@@ -233,7 +225,7 @@ def stopped_worker(server: Server) -> int | None:
     """The process id of a server's EngineCore, which is its worker too, once it is stopped."""
     main = server.main_pid
     found = [pid for pid in children(main) if "EngineCore" in title(pid)] if main is not None else []
-    return next((pid for pid in found if stopped_or_gone(pid)), None)
+    return next((pid for pid in found if state(pid) in ("T", *GONE)), None)
 
 
 def test_servers_that_dont_fit_end_both_with_field_and_values(tmp_path: Path) -> None:

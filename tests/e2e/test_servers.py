@@ -14,7 +14,7 @@ import pytest
 from afdpatch.cli.servers import Server, children, free_port, get_status, port_is_free, wait_all
 from afdpatch.cli.topology import afd_pair
 from tests.e2e.conftest import metrics
-from tests.e2e.servers import LAYERS, MODEL, OPTIONS, PROMPT, ask, said, stream, until
+from tests.e2e.servers import GONE, LAYERS, MODEL, OPTIONS, PROMPT, ask, said, state, stream, until
 
 REQUESTS = {
     "greedy": {},
@@ -162,7 +162,7 @@ def test_sigterm_leaves_nothing_and_the_same_ports_work_again(tmp_path: Path) ->
                 log = server.log.path.read_text()
                 assert log.count("Traceback") == log.count("AsyncLLM output_handler failed.")
                 assert "afdpatch/" not in log.partition("shutdown triggered")[2]
-        assert not [pid for pid in alive if Path(f"/proc/{pid}").exists()]
+        assert not [pid for pid in alive if state(pid) not in GONE]
         assert all(port_is_free(port) for port in ports.values())
         assert leftovers(ports["afd_port"]) <= before
 

@@ -18,6 +18,7 @@ from .helpers import (
     HIDDEN,
     attention_connector,
     connected,
+    descriptors,
     ffn_connector,
     greeting,
     until,
@@ -29,7 +30,7 @@ def test_descriptors_and_memory_stay_flat(address, ffn, hops):
     def used(pid):
         with open(f"/proc/{pid}/statm") as statm, open(f"/proc/{pid}/maps") as maps:
             shared = [line for line in maps if "/memfd:" in line or "/dev/shm/" in line]
-            return int(statm.read().split()[1]) * 4096, (len(os.listdir(f"/proc/{pid}/fd")), len(shared))
+            return int(statm.read().split()[1]) * 4096, (len(descriptors(pid)), len(shared))
 
     with connected(address) as attention:
         hidden = torch.ones(4, HIDDEN)
@@ -95,7 +96,7 @@ def test_an_hour_without_a_hop(address, page, monkeypatch):
 
 def test_connecting_again_and_again_leaks_nothing(address, ffn, page):
     def used():
-        return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), ffn.pid)]
+        return [len(descriptors(pid)) for pid in (os.getpid(), ffn.pid)]
 
     with connected(address) as attention:
         attention.hop(torch.ones(1, HIDDEN), 0)

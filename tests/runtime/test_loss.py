@@ -12,7 +12,7 @@ import torch
 from afdpatch.runtime.connectors.base import HopTimeout, PeerLost
 from afdpatch.runtime.protocol import Header, Kind, Layout
 
-from .helpers import HANGING_LAYER, HIDDEN, connected, greeting, strike, until
+from .helpers import HANGING_LAYER, HIDDEN, connected, descriptors, greeting, strike, until
 from .strangers import good_hop, impostor, raw_peer
 
 
@@ -122,18 +122,22 @@ def test_a_peer_that_dies_frees_its_mapping(address, ffn, page):
         with open(f"/proc/{ffn.pid}/maps") as lines:
             return sum("afdpatch-" in line and "status" not in line for line in lines)
 
-    idle = len(os.listdir(f"/proc/{ffn.pid}/fd"))
+    with connected(address) as attention:
+        attention.hop(torch.ones(1, HIDDEN), 0)
+    until(lambda: page.snapshot().peers == 0 and mapped() == 0, "the threads have what they need")
+    idle = descriptors(ffn.pid)
     pid = os.fork()
     if not pid:
         with connected(address) as attention:
             attention.hop(torch.ones(1, HIDDEN), 0)
             signal.pause()
-    until(lambda: page.snapshot().hops == 1, "the peer has sent a hop")
+    until(lambda: page.snapshot().hops == 2, "the peer has sent a hop")
+    assert descriptors(ffn.pid) != idle
     assert mapped() == (1 if isinstance(address, str) else 0)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     until(lambda: page.snapshot().peers == 0 and mapped() == 0, "the mapping is gone")
-    until(lambda: len(os.listdir(f"/proc/{ffn.pid}/fd")) == idle, "no descriptor is left")
+    until(lambda: descriptors(ffn.pid) == idle, "no descriptor is left")
 
 
 def test_a_peer_that_dies_in_its_hop_does_no_harm(address, ffn, page):

@@ -19,7 +19,7 @@ from .helpers import HIDDEN, connected, ffn_process, greeting, until
 from .strangers import challenged, framed, stranger, unframed
 
 SECRET, OTHER = b"sixteen letters!", b"sixteen others.."
-WORDS = "call 555-0100 to repair this"
+WORDS = "call Mallory to repair this"
 
 
 def write(path, data=SECRET, mode=0o600):
@@ -138,14 +138,14 @@ def test_who_has_not_proved_the_secret_puts_no_word_on_the_ffn_servers_page(addr
             sock = stranger(address, framed(address, json.dumps(message).encode()))
             assert b"refused" in sock.recv(65536)
             until(lambda number=number: page.snapshot().peers_refused == number, "counted")
-            assert "555" not in page.snapshot().last_error
+            assert "Mallory" not in page.snapshot().last_error
         refusals = [Refusal(WORDS), Refusal(DIFFER, (Mismatch(WORDS, WORDS, WORDS),)), Refusal("", retry=True)]
         for number, refusal in enumerate(refusals, len(sent) + 1):
             sock, _ = challenged(address, SECRET)
             sock.sendall(framed(address, refusal.encode()))
             assert b"refused" in sock.recv(65536)
             until(lambda number=number: page.snapshot().peers_refused == number, "counted")
-            assert "555" not in page.snapshot().last_error
+            assert "Mallory" not in page.snapshot().last_error
         assert "hasn't proved the secret" in page.snapshot().last_error
 
 
@@ -177,7 +177,7 @@ def test_who_has_not_proved_the_secret_puts_no_word_into_the_attention_servers_e
         thread.start()
         with pytest.raises(ConnectionRefused) as caught, connected(address, secret=SECRET):
             pass
-        assert "555" not in str(caught.value)
+        assert "Mallory" not in str(caught.value)
         thread.join(20)
 
 

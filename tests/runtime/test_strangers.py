@@ -11,7 +11,7 @@ import torch
 from afdpatch.runtime.events import Event
 from afdpatch.runtime.protocol import HEADER_BYTES, Header, Kind, Layout, decode_answer
 
-from .helpers import HIDDEN, connected, ffn_process, greeting, new_address, until
+from .helpers import HIDDEN, connected, descriptors, ffn_process, greeting, new_address, until
 from .strangers import challenged, framed, good_hop, memfd, raw_peer, stranger, unframed
 
 
@@ -65,7 +65,7 @@ def test_a_memfd_that_could_hurt_is_refused_and_closed(address, ffn, page, case)
     with connected(address) as attention:
         attention.hop(torch.ones(1, HIDDEN), 0)
     until(lambda: page.snapshot().peers == 0, "its threads have what they need")
-    idle = len(os.listdir(f"/proc/{ffn.pid}/fd"))
+    idle = descriptors(ffn.pid)
     fds = {
         "unsealed": lambda: [memfd(layout, seals=0)],
         "small": lambda: [memfd(layout, size=4096)],
@@ -79,7 +79,7 @@ def test_a_memfd_that_could_hurt_is_refused_and_closed(address, ffn, page, case)
     assert b"refused" in sock.recv(65536)
     until(lambda: page.snapshot().peers_refused == 1, "counted")
     assert page.snapshot().peers == 0
-    until(lambda: len(os.listdir(f"/proc/{ffn.pid}/fd")) == idle, "its descriptors are closed")
+    until(lambda: descriptors(ffn.pid) == idle, "its descriptors are closed")
 
 
 def test_a_silent_stranger_is_dropped_and_holds_nobody_up(address, ffn, page):
