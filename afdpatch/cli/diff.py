@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"afdpatch diff: no patch {args.id!r}; there are: {known}", file=sys.stderr)
             return 2
         package = lock.manifest.package
-        drift = three_way(entry, lock, source_tree(package, args.base), source_tree(package, args.source))
+        base = source_tree(package, args.base, "--base")
+        drift = three_way(entry, lock, base, source_tree(package, args.source))
     except PatchError as error:
         print(f"afdpatch diff: {error}", file=sys.stderr)
         return error.exit_code

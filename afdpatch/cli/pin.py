@@ -132,10 +132,15 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", metavar="SRC", help=f"{SOURCE_HELP} (default: the installed package)")
 
 
-def source_tree(package: str, source: str | Path | None) -> SourceTree:
-    """The source tree that `--source` names.
+def source_tree(package: str, source: str | Path | None, option: str = "--source") -> SourceTree:
+    """The source tree that an option names; the installed package where it isn't given.
 
     Raises:
         OSError: there is none.
     """
-    return SourceTree.installed(package) if source is None else SourceTree.open(package, str(source))
+    if source is not None:
+        return SourceTree.open(package, str(source))
+    try:
+        return SourceTree.installed(package)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}; name a source with {option}") from error

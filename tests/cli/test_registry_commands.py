@@ -322,6 +322,29 @@ def test_diff_and_compat_print_what_their_schemas_say(pinned: World, capsys: pyt
         jsonschema.Draft202012Validator(closed(schema)).validate(json.loads(out))
 
 
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["verify", "--source", "BASE"], None),
+        (["diff", "core.free", "--source", "BASE"], "--base"),
+        (["pin"], "--source"),
+    ],
+)
+def test_where_the_package_is_not_installed_the_missing_source_is_named(
+    pinned: World, capsys: pytest.CaptureFixture[str], words: list[str], option: str | None
+) -> None:
+    base = pinned.site.parent / "base"
+    (base / pinned.package).parent.mkdir()
+    (pinned.site / pinned.package).rename(base / pinned.package)
+    words = [str(base) if word == "BASE" else word for word in words]
+    code, _, err = printed(capsys, *words, "--manifest", str(pinned.manifest))
+    if option is None:
+        assert code == 0, err
+    else:
+        assert code == 2
+        assert "is not installed as a package of Python source; name a source with " + option in err
+
+
 def test_the_packaged_files_are_there() -> None:
     folder = OWN.parent
     for name in ("afd.chain.yaml", *(f"schemas/{command}.json" for command in ("verify", "diff", "compat", "bisect"))):
