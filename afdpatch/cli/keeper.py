@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         received = signal.sigtimedwait(SIGNALS, 0.5)
         number = received.si_signo if received else 0
         now = time.monotonic()
-        status = reap(server, status)
+        status, alone = reap(server, status)
         asked = number in ends
         if asked and kill_at is None:
             asked_by = number
@@ -64,8 +64,7 @@ def main(argv: list[str]) -> int:
         elif (asked or (parent and os.getppid() != parent)) and kill_at is None:
             stop_at, group_at, kill_at = now, now + grace / 2, now + grace
         if status is not None:
-            if not descendants():
-                reap(server, status)  # who ended since: nothing of it is left to whoever comes after this process
+            if alone:
                 if os.WIFEXITED(status):
                     return os.WEXITSTATUS(status)
                 return 128 + (signal.SIGINT if not parent and asked_by == signal.SIGINT else os.WTERMSIG(status))
@@ -97,16 +96,22 @@ def become(command: list[str], libc: ctypes.CDLL) -> None:
         os._exit(127)
 
 
-def reap(server: int, status: "int | None") -> "int | None":
-    """Collect every child that has ended; returns the server's wait status once it has."""
-    with contextlib.suppress(ChildProcessError):
-        while True:
+def reap(server: int, status: "int | None") -> "tuple[int | None, bool]":
+    """Collect every child that has ended.
+
+    Returns the server's wait status once it has, and whether there is no child any more. Who is left by a parent that
+    ended is a child of this process at once, so that then there is no descendant either; a walk through /proc, which
+    takes its time, can miss one.
+    """
+    while True:
+        try:
             pid, ended = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                break
-            if pid == server:
-                status = ended
-    return status
+        except ChildProcessError:
+            return status, True
+        if pid == 0:
+            return status, False
+        if pid == server:
+            status = ended
 
 
 def descendants() -> list[int]:

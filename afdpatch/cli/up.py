@@ -238,6 +238,12 @@ def announce(attentions: Sequence[Any], ffns: Sequence[Any], args: argparse.Name
     reporter.print("\nCtrl-C ends them. Warnings, errors and rates from the logs:", "dim")
 
 
+def report_more(server: Any, lines: int, reporter: Any) -> None:
+    """Say how many lines of a server's log weren't passed on, if any."""
+    if lines:
+        reporter.event("more", server=server.name, lines=lines, log=str(server.log.path))
+
+
 def watch(servers: Sequence[Any], reporter: Any, interrupted: Any) -> None:
     """Pass on warnings, errors, rates and health until interrupted. Raises ServerDied when a server ends."""
     from afdpatch.cli import report
@@ -251,8 +257,7 @@ def watch(servers: Sequence[Any], reporter: Any, interrupted: Any) -> None:
         for server in servers:
             ended = server.exit_code is not None  # before the log is read, so that its last lines are in it
             burst, now = bursts[server.name], time.monotonic()
-            if more := burst.held(float("inf") if ended else now):
-                reporter.event("more", server=server.name, lines=more, log=str(server.log.path))
+            report_more(server, burst.held(now), reporter)
             for entry in server.log.new_lines():
                 if entry.level in report.LEVEL_STYLES:
                     if not burst.admits(now):
@@ -261,6 +266,7 @@ def watch(servers: Sequence[Any], reporter: Any, interrupted: Any) -> None:
                 elif server.name.startswith("attention") and (rate := throughput(entry)):
                     reporter.event("rate", server=server.name, text=rate)
             if ended:
+                report_more(server, burst.held(float("inf")), reporter)
                 try:
                     server.check()
                 except ServerDied as error:

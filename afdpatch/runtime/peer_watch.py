@@ -67,7 +67,6 @@ class PeerWatch:
                 if self._route is not None:
                     self._route.end_by(self._page.ends_by_s)
                     self._route.tend()
-                    self._page.set_peers(self._route.peers())
                 self._page.beat()
                 if self._stop.wait(self._period_s):
                     return

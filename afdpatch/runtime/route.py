@@ -451,9 +451,11 @@ class Route:
             del self._connections[rank]
             self._lost.add(rank)
             self._last_error = why
+            if self._page is not None:  # before the page says that there is no server
+                self._page.count(Event.PEER_LOST, why)
             self._refresh()
         connector.close()
-        self._tell(Event.PEER_LOST, rank, text=why, why=why)
+        emit(log, Event.PEER_LOST, role="attention", rank=self._rank, peer=f"ffn{rank}", why=why)
 
     def _refresh(self) -> None:
         """Which servers get hops from now on, and what the page says about it."""

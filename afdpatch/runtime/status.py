@@ -107,7 +107,7 @@ class StatusPage:
         self._bytes = memoryview(self._map)[index * _SIZE : (index + 1) * _SIZE]
         self._words = self._bytes.cast("Q")
         self._text_lock = threading.Lock()
-        self._event_lock = threading.Lock()
+        self._lock = threading.Lock()
         self._step_start_ns = 0
         self._step_hops = 0
         self._step_bytes = 0
@@ -282,23 +282,25 @@ class StatusPage:
 
     def set_state(self, state: State) -> None:
         """Move to ``state``; FAILED is final, since nothing that happens afterwards repairs it."""
-        if self._words[_Word.STATE] != State.FAILED:
-            self._words[_Word.STATE] = int(state)
+        with self._lock:
+            if self._words[_Word.STATE] != State.FAILED:
+                self._words[_Word.STATE] = int(state)
 
     def fail(self, text: str) -> None:
         """Keep the error and move to FAILED."""
         self.set_error(text)
-        self._words[_Word.STATE] = int(State.FAILED)
+        with self._lock:
+            self._words[_Word.STATE] = int(State.FAILED)
 
     def count(self, event: Event, text: str = "", number: int = 1) -> None:
         """Count an event that the server survives, and keep its text as the last error if there is one.
 
         Any thread of the worker may call it.
         """
-        with self._event_lock:
-            self._words[_Word.EVENTS + event.index] += number
-        if text:
+        if text:  # first: who sees the number finds its text
             self.set_error(text)
+        with self._lock:
+            self._words[_Word.EVENTS + event.index] += number
 
     def set_peer_state(self, state: PeerState) -> None:
         """How this attention rank stands with its FFN servers."""

@@ -37,8 +37,9 @@ class StepRoute(Route):
 
     def hop(self, hidden: Tensor, layer: int, micro_batch: int = 0) -> Tensor:
         """As `Route` has it; a hop of the first layer begins a step. A launch that is captured is no hop yet."""
-        if torch.cuda.is_current_stream_capturing() and self._serving:
-            _, connector = self._serving[0]
+        serving = self._serving
+        if serving and torch.cuda.is_current_stream_capturing():
+            _, connector = serving[0]
             until = time.monotonic() + self._hop_timeout_s
             return connector.hop(hidden, layer, micro_batch, sequence=0, step=self._step, deadline_s=until)
         if self._greeting is not None and layer == self._greeting.layers[0]:

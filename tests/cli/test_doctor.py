@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,13 @@ def healthy(role: str) -> StatusPage:
     page.set_peer_state(PeerState.CONNECTED if role == "attention" else PeerState.NONE)
     page.beat()
     return page
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The servers' clock stands still: a page that was beaten once stays alive, however long the test takes."""
+    now = time.monotonic()
+    monkeypatch.setattr("afdpatch.patches.http.monotonic", lambda: now)
 
 
 @pytest.fixture

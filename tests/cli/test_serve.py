@@ -19,11 +19,11 @@ from .conftest import Fake, alive, wait_until
 WORDS = ["serve", "--role", "ffn", "MODEL", "--enforce-eager"]
 
 
-def command(fake: Fake) -> list[str]:
+def command(fake: Fake, grace: float = 0.6) -> list[str]:
     code = (
         "import os, sys\n"
         "from afdpatch.cli import main, servers, vllm\n"
-        "servers.GRACE_SECONDS = 0.6\n"
+        f"servers.GRACE_SECONDS = {grace}\n"
         f"vllm.run_vllm = lambda words: os.execv(sys.executable, {fake.command(free_port())!r})\n"
         "sys.exit(main())\n"
     )
@@ -31,9 +31,9 @@ def command(fake: Fake) -> list[str]:
 
 
 @contextmanager
-def serve(fake: Fake) -> Iterator["subprocess.Popen[str]"]:
+def serve(fake: Fake, grace: float = 0.6) -> Iterator["subprocess.Popen[str]"]:
     with subprocess.Popen(
-        command(fake),
+        command(fake, grace),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -61,7 +61,7 @@ def test_a_server_that_ignores_sigterm_is_gone_after_the_grace_with_its_children
 
 
 def test_a_server_that_ends_orderly_has_its_own_exit_code_and_leaves_nothing(fake: Fake) -> None:
-    with serve(fake) as process:
+    with serve(fake, grace=10) as process:
         pids = fake.pids()
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0

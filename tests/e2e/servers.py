@@ -1,6 +1,7 @@
 """HTTP servers of the end-to-end tests: the options that they share, and what a client does with them."""
 
 import json
+import math
 import sys
 import threading
 import time
@@ -127,3 +128,25 @@ def stream(server: Server, stop_after: int | None = None, **body: Any) -> list[t
 def said(answer: Any) -> Any:
     """What a completion says, without its id and time."""
     return [(choice["text"], choice["logprobs"], choice["finish_reason"]) for choice in answer["choices"]]
+
+
+BOUND = 0.05
+"""Of a log-probability, where the host's FFN gives a row other bits beside other rows."""
+
+
+def rows_are_alike(ffn: Server) -> bool:
+    """Whether this host's FFN gives a row the same bits whatever else is in the batch. The server must be at rest."""
+    from tests.e2e.driver import rpc
+
+    return bool(rpc(ffn.url, "rows_are_alike", 64)["results"][0])
+
+
+def same(found: list[Any], expected: list[Any], alike: bool) -> bool:
+    """Whether choices are equal: to the bit where rows are alike on this host, else within the bound."""
+    if alike:
+        return found == expected
+    for (_, logprobs, _), (_, others, _) in zip(found, expected, strict=True):
+        for value, other in zip(logprobs["token_logprobs"], others["token_logprobs"], strict=True):
+            if not math.isclose(value, other, abs_tol=BOUND):
+                return False
+    return True

@@ -14,7 +14,18 @@ import pytest
 from afdpatch.cli.servers import Server, children, free_port, get_status, port_is_free, wait_all
 from afdpatch.cli.topology import afd_pair
 from tests.e2e.conftest import metrics
-from tests.e2e.servers import GONE, LAYERS, MODEL, OPTIONS, PROMPT, ask, said, state, stream, until
+from tests.e2e.servers import (
+    LAYERS,
+    MODEL,
+    OPTIONS,
+    PROMPT,
+    ask,
+    rows_are_alike,
+    said,
+    same,
+    stream,
+    until,
+)
 
 REQUESTS = {
     "greedy": {},
@@ -31,7 +42,10 @@ def test_completions_are_those_of_stock_vllm(pair: tuple[Server, Server], alone:
     before = hops_when_idle(attention, ffn)
     status, answer = ask(attention, **REQUESTS[name])
     assert status == 200
-    assert said(answer) == said(ask(alone, **REQUESTS[name])[1])
+    expected = said(ask(alone, **REQUESTS[name])[1])
+    assert [text for text, *_ in said(answer)] == [text for text, *_ in expected]
+    # Choices may enter the batch in one step or in two.
+    assert same(said(answer), expected, len(expected) == 1 or rows_are_alike(ffn))
     assert hops_when_idle(attention, ffn) >= before + LAYERS * answer["usage"]["completion_tokens"] / len(
         answer["choices"]
     )
@@ -104,7 +118,7 @@ def test_the_ffn_server_refuses_requests_and_says_where_to_send_them(pair: tuple
     status, answer = ask(pair[1], path)
     assert status == 421
     assert "attention server" in answer["error"]["message"]
-    assert get_status("127.0.0.1", pair[1].port, "/health") == 200
+    until(lambda: get_status("127.0.0.1", pair[1].port, "/health") == 200, 30, "/health is 200 all the same")
 
 
 def test_the_ffn_servers_health_follows_its_loop(pair: tuple[Server, Server]) -> None:
@@ -140,7 +154,10 @@ def leftovers(afd_port: int) -> set[str]:
 
 
 def test_sigterm_leaves_nothing_and_the_same_ports_work_again(tmp_path: Path) -> None:
-    ports = {"port": free_port(), "ffn_port": free_port(), "afd_port": free_port()}
+    taken: list[int] = []
+    for _ in range(3):
+        taken.append(free_port(taken))
+    ports = dict(zip(("port", "ffn_port", "afd_port"), taken, strict=True))
     before = leftovers(ports["afd_port"])
     for round_ in ("first", "second"):
         attention, ffn = afd_pair(OPTIONS, tmp_path / round_, **ports)
@@ -162,7 +179,8 @@ def test_sigterm_leaves_nothing_and_the_same_ports_work_again(tmp_path: Path) ->
                 log = server.log.path.read_text()
                 assert log.count("Traceback") == log.count("AsyncLLM output_handler failed.")
                 assert "afdpatch/" not in log.partition("shutdown triggered")[2]
-        assert not [pid for pid in alive if state(pid) not in GONE]
+        # Not even a zombie: each server's keeper has collected whatever was below it.
+        assert not [pid for pid in alive if Path(f"/proc/{pid}").exists()]
         assert all(port_is_free(port) for port in ports.values())
         assert leftovers(ports["afd_port"]) <= before
 
@@ -177,15 +195,15 @@ def test_a_killed_worker_ends_its_server_and_the_other_says_so(tmp_path: Path, v
         os.kill(int(metrics(server.url)["afd_worker_pid"]), signal.SIGKILL)
         until(
             lambda: get_status("127.0.0.1", server.port, "/health") != 200,
-            10,
+            60,
             f"/health of the {victim} server not 200",
         )
         until(lambda: server.exit_code is not None, 60, f"the {victim} server ends")
         if victim == "ffn":
-            until(lambda: get_status("127.0.0.1", other.port, "/health") == 503, 10, "503 at the attention server")
+            until(lambda: get_status("127.0.0.1", other.port, "/health") == 503, 60, "503 at the attention server")
         else:
-            until(lambda: metrics(other.url)["afd_peers"] == 0, 10, "the FFN server has no peer")
-            assert get_status("127.0.0.1", other.port, "/health") == 200
+            until(lambda: metrics(other.url)["afd_peers"] == 0, 60, "the FFN server has no peer")
+            until(lambda: get_status("127.0.0.1", other.port, "/health") == 200, 30, "/health is 200 all the same")
 
 
 def test_plain_vllm_with_the_plugin_alone(tmp_path: Path) -> None:

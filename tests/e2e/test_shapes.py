@@ -1,6 +1,5 @@
 """A attention servers and F FFN servers, all asked at once: the answers are those of stock vLLM, asked one by one."""
 
-import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,23 +11,10 @@ from afdpatch.cli.servers import Server
 from tests.e2e.cluster import ZEROABLE, Cluster
 from tests.e2e.conftest import metrics
 from tests.e2e.driver import rpc
-from tests.e2e.servers import LAYERS, OPTIONS, ask, said
+from tests.e2e.servers import LAYERS, OPTIONS, ask, rows_are_alike, said, same
 
 pytestmark = pytest.mark.full
 PROMPTS = [prompt * (1 + 3 * (index % 3)) for index, prompt in enumerate(make_prompts(12, 12))]
-BOUND = 0.05
-"""Of a log-probability, where the host's FFN gives a row other bits beside other rows."""
-
-
-def same(found: list[Any], expected: list[Any], alike: bool) -> bool:
-    """Whether answers are equal: to the bit where rows are alike on this host, else within the bound."""
-    if alike:
-        return found == expected
-    for (_, logprobs, _), (_, others, _) in zip(found, expected, strict=True):
-        for value, other in zip(logprobs["token_logprobs"], others["token_logprobs"], strict=True):
-            if not math.isclose(value, other, abs_tol=BOUND):
-                return False
-    return True
 
 
 @pytest.mark.parametrize(("attention", "ffn"), [(1, 2), (3, 2), (4, 1)])
@@ -38,7 +24,7 @@ def test_all_at_once_get_the_answers_of_stock_vllm(alone: Server, tmp_path: Path
         cluster.wait(timeout=400)
         users = [server for name, server in cluster.servers.items() if name.startswith("attention")]
         servers = [server for name, server in cluster.servers.items() if name.startswith("ffn")]
-        alike = bool(rpc(servers[0].url, "rows_are_alike", 64)["results"][0])
+        alike = rows_are_alike(servers[0])
 
         def all_at_once() -> list[Any]:
             with ThreadPoolExecutor(len(PROMPTS)) as pool:

@@ -14,7 +14,7 @@ import pytest
 
 from afdpatch.cli.servers import Server, free_port, get_status, wait_all
 from tests.e2e.conftest import metrics
-from tests.e2e.servers import LAYERS, OPTIONS, PROMPT, QUICK, ask, said, server, until
+from tests.e2e.servers import LAYERS, OPTIONS, PROMPT, QUICK, ask, rows_are_alike, said, same, server, until
 from tests.e2e.test_servers_loss import kill_in_the_second_chunk, long_prompt, processes, start_again
 
 PROMPTS = [PROMPT, "If the *key* is not found,", "class Thread:\n    def", long_prompt("Topology")]
@@ -42,14 +42,16 @@ def test_two_attention_servers_share_an_ffn_server_and_one_outlives_the_other(
     with server("second", OPTIONS, tmp_path, afd, "0") as second:
         second.wait_ready(300)
         assert metrics(ffn.url)["afd_peers"] == 2
+        alike = rows_are_alike(ffn)
         for _ in range(5):
-            assert answers([attention, second], PROMPTS[:2]) == expected
-        assert get_status("127.0.0.1", second.port, "/health") == 200
+            for found, each in zip(answers([attention, second], PROMPTS[:2]), expected, strict=True):
+                assert same(found, each, alike)
+        until(lambda: get_status("127.0.0.1", second.port, "/health") == 200, 30, "/health of the second is 200")
         os.kill(int(metrics(second.url)["afd_worker_pid"]), signal.SIGKILL)
         assert one_by_one(attention, PROMPTS[:2]) == expected
         until(lambda: metrics(ffn.url)["afd_peers"] == 1, 30, "the FFN server has one peer")
         until(lambda: second.exit_code is not None, 60, "the second attention server ends")
-    assert get_status("127.0.0.1", ffn.port, "/health") == 200
+    until(lambda: get_status("127.0.0.1", ffn.port, "/health") == 200, 30, "/health of the FFN server is 200")
 
 
 def by_rank(server: Server, name: str) -> dict[str, float]:

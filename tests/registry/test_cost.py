@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -16,11 +17,13 @@ def frames(function: Any) -> int:
         nonlocal entered
         entered += event == "call"
 
+    gc.disable()  # hypothesis has a function called at each collection
     sys.setprofile(profile)
     try:
         function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return entered - 1  # the lambda's own
 
 

@@ -391,8 +391,8 @@ class SocketFfnConnector(FfnConnector):
     def _lose(self, peer: Peer, why: str) -> None:
         """End a connection that nobody said goodbye on."""
         self._lost_ranks.add(peer.rank)
+        self._tell(Event.PEER_LOST, peer, why)  # before the page has a peer less
         self._drop(peer)
-        self._tell(Event.PEER_LOST, peer, why)
 
     def _drop(self, peer: Peer) -> None:
         """End a connection and free its memory."""
