@@ -100,6 +100,13 @@ class Cluster:
         kept = {key: value for key, value in merged.items() if env.get(key, value) is not None}
         self._commands[name] = (command, port, kept, host)
 
+    def options(self, name: str, **extra: object) -> None:
+        """Lay `connector_extra_config` over a server's from its next start on."""
+        words, *rest = self._commands[name]
+        afd = json.loads(words[-1])["afd"]
+        afd["connector_extra_config"] = afd["connector_extra_config"] | extra
+        self._commands[name] = ([*words[:-1], json.dumps({"afd": afd})], *rest)  # type: ignore[assignment]
+
     def another(self, like: str, name: str, extra: dict[str, object]) -> Server:
         """A server like one of these with other `connector_extra_config`, on an HTTP port of its own; not started."""
         command, _, env, host = self._commands[like]
