@@ -74,6 +74,8 @@ class LostStepScheduler:
         self._under_way: deque[SchedulerOutput] = deque()
         self._losses = 0
         self._lost_since: float | None = None
+        self._repeated: set[str] = set()  # at the last loss
+        self._kept: set[str] = set()  # of these, who kept its blocks; until a step goes well
         self._keeps_blocks = False
         self._keepers: list[Any] = []
 
@@ -98,6 +100,7 @@ class LostStepScheduler:
             self._lose(model_runner_output)
         elif model_runner_output.sampled_token_ids:
             self._lost_since = None
+            self._kept.clear()
         while self._under_way and self._under_way.popleft() is not scheduler_output:
             pass
         result: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
@@ -109,14 +112,16 @@ class LostStepScheduler:
         """Put back or fail every request of the steps under way, the oldest of which was lost."""
         self._losses += 1
         now = time.monotonic()
-        self._lost_since = self._lost_since or now
         computed = _computed_before(self._under_way)
+        if self._lost_since is None or self._repeated.isdisjoint(computed):
+            self._lost_since = now  # nobody is left who waits since the loss before
         self._evict(computed)
         alive = computed.keys() & self.requests.keys()
         repeated: set[str] = set()
         if lost.repeat and now - self._lost_since <= self._repeat_s:
             repeated = {id_ for id_ in alive if self._can_repeat(self.requests[id_])}
             self._put_back({id_: computed[id_] for id_ in repeated}, now)
+        self._repeated = repeated
         # The requests that vLLM ends with FINISHED_ERROR at the end of update_from_output, whatever failed them.
         self.grammar_compile_error_reqs.update(alive - repeated)
         logger.error(
@@ -139,20 +144,25 @@ class LostStepScheduler:
         return not seeded and (params.prompt_logprobs is None or request.num_output_tokens > 0)
 
     def _put_back(self, computed: dict[str, int], now: float) -> None:
-        """As vLLM preempts requests whose results it drops; but one that lacks a single token keeps its blocks.
+        """As vLLM preempts requests whose results it drops; but one that generates keeps its blocks.
 
         The others give theirs back and find in the prefix cache what was computed before, as after any preemption: if
-        they kept blocks and needed more, requests that wait for each other's could fill the memory.
+        they kept blocks and needed more, requests that wait for each other's could fill the memory. One that came into
+        the batch with a step under way may lack a single token too, and have found all others in blocks that a lost
+        step was to fill: vLLM offers blocks to others as soon as it has scheduled them.
         """
+        came = _came_with(self._under_way) - self._kept
+        self._kept.clear()
         back = [request for request in self.running if request.request_id in computed]
         self.running = [request for request in self.running if request.request_id not in computed]
         for request in reversed(back):  # each goes to the head of the queue
             tokens = computed[request.request_id]
-            self._keeps_blocks = 0 < tokens == request.num_tokens - 1
+            self._keeps_blocks = 0 < tokens == request.num_tokens - 1 and request.request_id not in came
             self._preempt_request(request, now, drop_stale_output=True)  # type: ignore[attr-defined]
             if self._keeps_blocks:
                 request.num_computed_tokens = tokens
                 self._keepers.append(request)
+                self._kept.add(request.request_id)
             self._keeps_blocks = False
         # As vLLM does where it preempts all: the worker takes these requests out of its batch, and gets their tokens.
         self.prev_step_scheduled_req_ids.clear()
@@ -171,6 +181,7 @@ class LostStepScheduler:
             if request.status == RequestStatus.PREEMPTED and request.num_computed_tokens:
                 self._free_request_blocks(request)
                 request.num_computed_tokens = 0
+                self._kept.discard(request.request_id)
         self._keepers.clear()
 
     def _evict(self, computed: dict[str, int]) -> None:
@@ -199,6 +210,15 @@ def _computed_before(steps: "Iterable[SchedulerOutput]") -> dict[str, int]:
         for request_id, tokens in known:
             computed[request_id] = min(tokens, computed.get(request_id, tokens))
     return computed
+
+
+def _came_with(steps: "Iterable[SchedulerOutput]") -> set[str]:
+    """The requests that one of `steps` took into the batch: new ones, and those that had been preempted."""
+    came: set[str] = set()
+    for step in steps:
+        came.update(new.req_id for new in step.scheduled_new_reqs)
+        came |= step.scheduled_cached_reqs.resumed_req_ids
+    return came
 
 
 class AfdScheduler(LostStepScheduler, Scheduler):

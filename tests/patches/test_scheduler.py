@@ -294,6 +294,84 @@ def test_a_step_on_top_of_the_lost_one_is_worth_nothing_whatever_it_says(repeati
     assert repeating.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
 
 
+@pytest.mark.parametrize("came", ["with it", "a step later", "back from preemption", "with one that is aborted"])
+def test_who_came_into_the_batch_on_blocks_of_the_lost_step_keeps_none_of_them(repeating: Engine, came: str) -> None:
+    """vLLM offers a step's blocks to others once it has scheduled the step: here they hold all tokens of B but one."""
+    from vllm.v1.request import RequestStatus
+
+    scheduler, prompt = repeating.scheduler, list(range(100, 100 + 2 * BLOCK + 1))
+    first = None
+    if came == "back from preemption":
+        b = repeating.add(prompt[:-1])
+        repeating.computed(scheduler.schedule())
+        scheduler.running.remove(b)
+        scheduler._preempt_request(b, 0.0)
+        scheduler.waiting.remove_requests([b])
+        scheduler.kv_cache_manager.evict_blocks(set(range(BLOCKS)))
+        a = repeating.add(list(b.all_token_ids))
+        scheduler.waiting.add_request(b)
+    else:
+        a = repeating.add(prompt)
+        if came == "a step later":
+            first = scheduler.schedule()
+        b = repeating.add(prompt)
+    last = scheduler.schedule()
+    garbage = set(ids_of(repeating, a)[:2])
+    assert places(last)[b.request_id] == (2 * BLOCK, 1) and garbage <= set(ids_of(repeating, b))
+    if came == "with one that is aborted":
+        scheduler.finish_requests(a.request_id, RequestStatus.FINISHED_ABORTED)
+    assert repeating.lost(first or last, repeat=True) == {}
+    again = scheduler.schedule()
+    written = {
+        block
+        for id_, (before, _) in places(again).items()
+        for block in ids_of(repeating, scheduler.requests[id_])[before // BLOCK :]
+    }
+    assert garbage & set(ids_of(repeating, b)) <= written
+    if first is not None:
+        repeating.lost(last, repeat=True)
+    repeating.computed(again)
+    repeating.run_to_end()
+    assert b.num_output_tokens == 8
+
+
+def test_who_keeps_its_blocks_keeps_them_over_a_second_loss_too(repeating: Engine) -> None:
+    request = repeating.add(PROMPT[: 2 * BLOCK])
+    repeating.computed(repeating.scheduler.schedule())
+    step, held = repeating.scheduler.schedule(), ids_of(repeating, request)
+    for _ in range(3):
+        repeating.lost(step, repeat=True)
+        again = repeating.scheduler.schedule()
+        assert places(again) == places(step) and ids_of(repeating, request) == held
+        step = again
+    repeating.computed(step)
+    repeating.run_to_end()
+    assert request.num_output_tokens == 8
+
+
+def test_an_outage_that_nobody_waited_out_counts_for_no_later_one(
+    repeating: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.request import RequestStatus
+
+    from afdpatch.patches import scheduler
+
+    now = [100.0]
+    monkeypatch.setattr(scheduler.time, "monotonic", lambda: now[0])
+    request = repeating.add(PROMPT[:40])
+    assert repeating.lost(repeating.scheduler.schedule(), repeat=True) == {}
+    repeating.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+    now[0] += 1e6
+    repeating.add(PROMPT[:40])
+    assert repeating.lost(repeating.scheduler.schedule(), repeat=True) == {}
+    repeating.run_to_end()
+
+
+def ids_of(engine: Engine, request: Any) -> list[int]:
+    """The blocks of a request."""
+    return list(engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0])
+
+
 def test_a_request_that_was_aborted_with_the_step_under_way_stays_away(repeating: Engine) -> None:
     from vllm.v1.request import RequestStatus
 
