@@ -38,7 +38,7 @@ FIRST_GREETING_S, LONGEST_GREETING_S = 1.0, 8.0
 server that computes or loads answers late, and one that was stopped never does."""
 TEND_GREETING_S = 2.0
 QUICK_S = 0.5
-"""How long a hop tries while there is no server and an earlier one has been given up."""
+"""How long a hop looks for a server where there is none and an earlier hop has been given up."""
 LAST_HOP_S = 1.0
 """How long a hop may still take once this server's hops must have ended."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
@@ -261,9 +261,9 @@ class Route:
         """The hop again and again, over whatever connection there is or can be made, until its deadline."""
         if self._greeting is None:
             raise PeerLost("a hop before connect()")
-        end = min(began_s + self._patience_s, self._step_end)
+        answer_end = end = min(began_s + self._patience_s, self._step_end)
         if self._given_up:
-            end = min(end, time.monotonic() + QUICK_S)
+            end = min(end, time.monotonic() + QUICK_S)  # to find a server; one that is there gets its time to answer
         pause = _FIRST_PAUSE_S
         attempt = 0
         while not self._closed.is_set():
@@ -283,7 +283,7 @@ class Route:
                 if sent:
                     self._tell(Event.REPEAT, rank, layer=layer, sequence=sequence)
                 sent = True
-                limit = min(now + self._hop_timeout_s, end)
+                limit = min(now + self._hop_timeout_s, answer_end, self._ends_s)
                 try:
                     return connector.hop(
                         hidden, layer, micro_batch, sequence=sequence, step=self._step, deadline_s=limit

@@ -20,7 +20,7 @@ from afdpatch.runtime.connectors.base import (
 )
 from afdpatch.runtime.events import Event
 from afdpatch.runtime.peer_watch import PeerWatch
-from afdpatch.runtime.route import Route
+from afdpatch.runtime.route import QUICK_S, Route
 from afdpatch.runtime.snapshot import PeerState
 from afdpatch.runtime.status import StatusPage
 
@@ -244,6 +244,25 @@ def test_after_giving_up_a_hop_tries_for_half_a_second_only(page):
         route.begin_step()
         with pytest.raises(NoFfnServer):  # not after 100 s
             route.hop(ONE, 0)
+
+
+def slowly(layer, hidden):
+    """An FFN that takes longer than a hop looks for a server after one has been given up."""
+    threading.Event().wait(1.5 * QUICK_S)
+    return hidden * 2
+
+
+def test_a_server_that_is_back_has_its_time_to_answer(page):
+    with servers("shm", 1) as ffn, route_to(ffn, page, recovery_timeout_s=100) as route:
+        ffn.kill(0)
+        route.begin_step(time.monotonic() + 0.1)
+        with pytest.raises(NoFfnServer):
+            route.hop(ONE, 0)
+        ffn.start(0, function=slowly)
+        route.begin_step()
+        lost = seen(page, Event.PEER_LOST)
+        assert torch.equal(route.hop(ONE, 0), ONE * 2)  # nobody tends: the hop itself finds the server
+        assert seen(page, Event.PEER_LOST) == lost
 
 
 def test_no_hop_waits_beyond_its_steps_deadline():
