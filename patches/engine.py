@@ -49,9 +49,10 @@ def end_hops_at_a_signal(after_s: float) -> None:
     signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
 
     def wait() -> None:
-        while number := reader.recv(1):
-            if number[0] in (signal.SIGTERM, signal.SIGINT):
+        asked = False
+        while number := reader.recv(1):  # to the end of the process: Python complains where nobody reads
+            if number[0] in (signal.SIGTERM, signal.SIGINT) and not asked:
+                asked = True
                 pages.request_end(time.monotonic() + after_s)
-                return
 
     threading.Thread(target=wait, name="afd-signals", daemon=True).start()

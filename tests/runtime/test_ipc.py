@@ -16,11 +16,11 @@ from torch import Tensor
 from afdpatch.runtime.config import AfdConfig
 from afdpatch.runtime.connectors import ipc_attention, ipc_ffn
 from afdpatch.runtime.connectors._ipc import Announced, HandlePage, HangUp
-from afdpatch.runtime.connectors.base import FfnError, InvalidHop, NoFfnServer, StepLost
+from afdpatch.runtime.connectors.base import ConnectionRefused, FfnError, InvalidHop, NoFfnServer, StepLost
 from afdpatch.runtime.connectors.factory import gpu_ffn_connector
 from afdpatch.runtime.ffn_loop import FfnLoop
 from afdpatch.runtime.protocol import Header, Kind, ProtocolError, error_message
-from afdpatch.runtime.status import StatusPage
+from afdpatch.runtime.status import State, StatusPage
 from afdpatch.runtime.step_route import StepRoute
 from tests.runtime import helpers
 from tests.runtime.gpu_stand_in import StandInBuffers, StandInGraph
@@ -31,7 +31,7 @@ HIDDEN = 8
 
 
 greeting = partial(
-    helpers.greeting, layers=LAYERS, hidden_size=HIDDEN, max_rows=16, micro_batches=1, num_attention_ranks=1
+    helpers.greeting, layers=LAYERS, hidden_size=HIDDEN, max_rows=16, micro_batches=1, num_attention_ranks=2
 )
 
 
@@ -93,7 +93,9 @@ class Pair:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.config = AfdConfig.parse({"connector": "ipc", "port": port, "connector_extra_config": keys})
+        self.config = AfdConfig.parse(
+            {"connector": "ipc", "port": port, "num_attention_ranks": 2, "connector_extra_config": keys}
+        )
         self.attention_page, self.ffn_page = StatusPage.create("attention"), StatusPage.create("ffn")
         self.fails = False
         self.frozen: list[bool] = []
@@ -214,6 +216,42 @@ def test_a_server_computes_the_most_that_can_come_and_each_size_before_its_first
     pair.start_ffn()
     assert pair.step(2) == 24.0
     assert pair.computed == [16] * len(LAYERS) + [8] * len(LAYERS) + [2] * len(LAYERS)
+
+
+def test_the_most_that_can_come_is_what_this_servers_greeting_says_and_not_its_first_peers(
+    pair: Pair, capturing: list[bool]
+) -> None:
+    """vLLM's workspace is locked while there are graphs: a later peer with longer steps could never be computed."""
+    pair.route.close()
+    until(lambda: pair.ffn_page.snapshot().peers == 0, "it has left")
+    pair.route = StepRoute(pair.config, 0, pair.attention_page)
+    pair.route.connect(greeting("attention", max_rows=12))
+    pair.route.wait_ready()
+    pair.step(2)
+    pair.computed.clear()
+    capture(pair, 8, capturing)
+    assert pair.computed == [16] * len(LAYERS) + [8] * len(LAYERS)
+
+
+def test_a_peer_for_whose_buffers_there_is_no_memory_is_refused_and_the_server_goes_on(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*sizes: Any, **more: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    pair.step(2)
+    pair.route.close()
+    until(lambda: pair.ffn_page.snapshot().peers == 0, "it has left")
+    monkeypatch.setattr(ipc_ffn, "HopBuffers", types.SimpleNamespace(create=full))
+    pair.route = StepRoute(pair.config, 0, pair.attention_page)
+    with pytest.raises(ConnectionRefused, match=r"max_rows: .*16.*as many as this GPU has memory for"):
+        pair.route.connect(greeting("attention"))
+    assert pair.loop.alive and pair.ffn_page.snapshot().state is not State.FAILED
+    monkeypatch.setattr(ipc_ffn, "HopBuffers", StandInBuffers)
+    pair.route = StepRoute(pair.config, 0, pair.attention_page)
+    pair.route.connect(greeting("attention"))
+    pair.route.wait_ready()
+    assert pair.step(2) == 24.0
 
 
 def test_where_no_graph_can_be_captured_nothing_stays_frozen(

@@ -100,7 +100,8 @@ class GpuFfnConnector(SocketFfnConnector):
         started = time.monotonic()
         try:
             if first:
-                self._warm_up(peer, peer.max_rows)
+                assert self._greeting is not None
+                self._warm_up(peer, self._greeting.max_rows)  # no other peer has more
                 self._freeze(True)
             self._warm_up(peer, rows)
             peer.graphs[rows] = self._record(peer, rows)
@@ -120,7 +121,8 @@ class GpuFfnConnector(SocketFfnConnector):
         What is loaded or compiled at first use must not be so in a capture; and with the most rows that can come, what
         grows with them grows before it is frozen.
         """
-        hidden = torch.randn_like(peer.buffers.view(rows))
+        like = peer.buffers.view(1)
+        hidden = torch.randn(rows, like.shape[1], dtype=like.dtype, device=like.device)
         for layer in peer.layers:
             self._compute(layer, hidden)
 
@@ -282,6 +284,10 @@ class _IpcPending(ShmPending):
             )
             buffers.open(page.get("attention"))
             page.put("ffn", buffers.handle())
+        except torch.OutOfMemoryError as error:  # the servers that are served go on
+            if buffers is not None:
+                buffers.close()
+            raise ProtocolError("max_rows", greeting.max_rows, "as many as this GPU has memory for") from error
         except (HopError, LayoutError) as error:
             if buffers is not None:
                 buffers.close()
