@@ -4,7 +4,8 @@
 
 Attention servers share a core, the FFN server has the other. The FFNs are large and have dummy weights, so that the
 FFN server is what the others wait for; it is started again between two rounds. Each attention server answers its own
-prompts, several at a time, so that batches differ in size and in step.
+prompts, several at a time, so that batches differ in size and in step. Before that the FFN of a layer alone is timed,
+for several hops together and one by one: the most that merging can gain.
 """
 
 import argparse
@@ -19,7 +20,8 @@ from typing import Any
 
 from afdpatch.cli import client
 from afdpatch.cli.load import Measured, make_prompts, percentile, run_round
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import ZEROABLE, Cluster
+from tests.e2e.driver import rpc
 from tests.e2e.servers import OPTIONS
 
 SIZES = {"hidden_size": 1024, "moe_intermediate_size": 2048, "num_local_experts": 8, "num_experts_per_tok": 2}
@@ -57,10 +59,32 @@ def one_round(cluster: Cluster, merge: bool, concurrency: int, prompts: int) -> 
     }
 
 
+def batches(cluster: Cluster) -> list[dict[str, Any]]:
+    """What the FFN of a layer takes for several hops together and one by one, in the FFN server's own worker."""
+    found = []
+    for ranks in (2, 3, 4):
+        for rows in (1, 4, 16, 64):
+            together, apart = rpc(cluster.servers["ffn0"].url, "seconds_of", ranks, rows, 24)["results"][0]
+            ratios = [slow / fast for fast, slow in zip(together, apart, strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            ms = 1e3 * statistics.median(together)
+            found.append(
+                {
+                    "ranks": ranks,
+                    "rows_each": rows,
+                    "together_ms": ms,
+                    "apart_over_together": {"median": middle, "p25": low, "p75": high},
+                }
+            )
+    return found
+
+
 def measure(folder: Path, *, attention: int, rounds: int, concurrency: int, prompts: int) -> dict[str, Any]:
     """Rounds in turns, the first of them for nothing; the report."""
-    with Cluster(WORDS, folder, attention=attention, ffn=1, extra=EXTRA, cores=("1", *["0"] * attention)) as cluster:
+    cores = ("1", *["0"] * attention)
+    with Cluster(WORDS, folder, attention=attention, ffn=1, extra=EXTRA, ffn_options=ZEROABLE, cores=cores) as cluster:
         cluster.wait(timeout=400)
+        alone = batches(cluster)
         one_round(cluster, True, concurrency, concurrency)
         found = []
         for number in range(2 * rounds):
@@ -74,6 +98,7 @@ def measure(folder: Path, *, attention: int, rounds: int, concurrency: int, prom
     return {
         "attention_servers": attention,
         "requests_at_a_time_each": concurrency,
+        "one_layer": alone,
         "on_over_off": {"median": statistics.median(ratios), "each": ratios},
         "same_texts": all(other == texts[0] for other in texts),
         "rounds": found,
@@ -83,10 +108,10 @@ def measure(folder: Path, *, attention: int, rounds: int, concurrency: int, prom
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attention", type=int, nargs="+", default=[2, 3], help="attention servers, for each run")
+    parser.add_argument("--attention", type=int, nargs="+", default=[4], help="attention servers, for each run")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of rounds")
     parser.add_argument("--concurrency", type=int, default=4, help="requests at a time of each attention server")
-    parser.add_argument("--prompts", type=int, default=12, help="requests of each attention server in a round")
+    parser.add_argument("--prompts", type=int, default=8, help="requests of each attention server in a round")
     parser.add_argument("--output", type=Path, help="write the report as JSON")
     args = parser.parse_args()
     runs = []

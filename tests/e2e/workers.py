@@ -1,7 +1,9 @@
 """The real FFN worker and the real scheduler with switches: zeros for each FFN, a lost patch, a fault, a kept cache."""
 
+import itertools
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,22 @@ class SwitchableFFNWorker(FFNWorker):
             if not torch.equal(whole, torch.cat(alone)):
                 return False
         return True
+
+    def seconds_of(self, ranks: int, rows: int, times: int) -> tuple[list[float], list[float]]:
+        """Worker RPC, while no hop comes: what a layer's batch of `ranks` hops takes, and its hops one by one."""
+        model = self.vllm_config.model_config
+        hops = torch.randn(ranks * rows, model.get_hidden_size()).to(model.dtype).split(rows)
+        together, apart = [], []
+        with torch.inference_mode():
+            for _, layer in zip(range(times), itertools.cycle(self.ffns), strict=False):
+                begin = time.perf_counter()
+                super().compute(layer, torch.cat(hops))
+                middle = time.perf_counter()
+                for hop in hops:
+                    super().compute(layer, hop.clone())
+                together.append(middle - begin)
+                apart.append(time.perf_counter() - middle)
+        return together, apart
 
     def die_at(self, layer: int, rows: int, times: int) -> None:
         """Worker RPC: `kill -9` of this worker within its next `times`-th hop of a layer with at least so many rows."""
