@@ -116,8 +116,10 @@ def test_an_interrupted_hop_leaves_no_connection(address, ffn):
 def test_closing_ends_a_hop_of_another_thread(address, ffn):
     with connected(address) as attention:
         threading.Timer(0.2, attention.close).start()
+        started = time.monotonic()
         with pytest.raises(PeerLost):
             attention.hop(torch.ones(1, HIDDEN), HANGING_LAYER)
+        assert time.monotonic() - started < 30  # not at its deadline
 
 
 def test_a_peer_that_dies_frees_its_mapping(address, ffn, page):

@@ -529,9 +529,11 @@ def test_closing_ends_what_waits(where):
         thread = threading.Thread(target=wait)
         thread.start()
         threading.Event().wait(0.2)
+        begin = time.monotonic()
         route.close()
         thread.join(20)
         assert not thread.is_alive() and "closed" in str(caught[0])
+        assert time.monotonic() - begin < 50  # close() itself waits for the hop to end
         route.close()
 
 
