@@ -150,12 +150,16 @@ def test_a_peer_that_never_reads_its_answers_holds_nobody_up(address, page):
         rows = 1 if isinstance(address, str) else 2048  # over shm the headers alone fill the socket
         head = Header(Kind.HOP, 3, 1, 0, 0, 0, rows, 4096, 0, rows * 4096 * 4)
 
+        ended = []
+
         def flood():
-            with contextlib.suppress(OSError):
+            try:
                 for sequence in range(1, 100_000):
                     sock.sendall(head._replace(sequence=sequence).pack())
                     if not isinstance(address, str):
                         sock.sendall(bytes(head.nbytes))
+            except OSError as error:
+                ended.append(error)
 
         thread = threading.Thread(target=flood)
         thread.start()
@@ -169,5 +173,6 @@ def test_a_peer_that_never_reads_its_answers_holds_nobody_up(address, page):
             for _ in range(20):
                 dropped()
             until(dropped, "the flood ends", 120)
+            assert ended and isinstance(ended[0], ConnectionError)  # dropped for its flood, not later for its silence
             until(lambda: dropped() and page.snapshot().peers == 1, "one peer is left")
         thread.join()
