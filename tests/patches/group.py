@@ -72,6 +72,8 @@ if rank == 0:
 ffn.stop(30)
 said["computed"], said["beats"], said["died"] = computed[:], len(beats), died.is_set()
 
+if rank == 1:
+    print(json.dumps(said), flush=True)  # before anything can end it
 ffn = together()
 if rank == 0:
     try:
@@ -80,5 +82,4 @@ if rank == 0:
         said["lost"] = died.is_set()
     print(json.dumps(said))
 else:
-    print(json.dumps(said), flush=True)
     died.wait(60)

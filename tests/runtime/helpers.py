@@ -26,6 +26,8 @@ from afdpatch.runtime.status import StatusPage
 
 HIDDEN = 64
 _numbers = itertools.count()
+_ports: set[int] = set()
+_monotonic = time.monotonic  # the real clock, for tests that simulate one
 FAILING_LAYER = 1
 HANGING_LAYER = 2
 WRONG_SHAPE_LAYER = 3
@@ -37,8 +39,17 @@ def new_address(transport: str = "shm") -> Any:
     """An address that no other test uses: a name for shm, host and port for tcp."""
     if transport == "shm":
         return f"\0afdpatch-test/{os.getpid()}/{next(_numbers)}"
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[:2]
+    return "127.0.0.1", free_port()
+
+
+def free_port() -> int:
+    """A port that nobody has, and that was given to nobody here before: the kernel may choose one again."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = int(listener.getsockname()[1])
+        if port not in _ports:
+            _ports.add(port)
+            return port
 
 
 def ffn_connector(address: Address, **options: Any) -> FfnConnector:
@@ -75,9 +86,9 @@ def greeting(role: str, **changes: Any) -> Greeting:
 def until(condition: Callable[[], bool], what: str, deadline_s: float = 20.0) -> None:
     """Wait for a condition; fail past the deadline."""
     pause = threading.Event()
-    end = time.monotonic() + deadline_s
+    end = _monotonic() + deadline_s
     while not condition():
-        if time.monotonic() > end:
+        if _monotonic() > end:
             raise AssertionError(f"not within {deadline_s} s: {what}")
         pause.wait(0.01)
 
@@ -125,7 +136,7 @@ def _serve(
 ) -> None:
     page = StatusPage.open(page_path)
     page.set_worker()
-    connector = ffn_connector(address, page=page, **{"greeting_timeout_s": 0.5, **options})
+    connector = ffn_connector(address, page=page, **options)
     own = greeting("ffn", **changes)
     # As a worker does it: a server whose loop has ended is none.
     loop = FfnLoop(connector, function, page, own, wrap=torch.inference_mode, on_death=lambda _: os._exit(1))

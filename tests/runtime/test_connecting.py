@@ -73,8 +73,10 @@ def test_nobody_there_is_told_at_once(address):
 def test_a_server_that_never_answers_ends_at_the_deadline(address):
     with silent_listener(address):
         attention = attention_connector(address)
-        with pytest.raises(Unreachable, match=r"did not answer within 0\.[23] s"):
-            attention.connect(greeting("attention"), time.monotonic() + 0.2)
+        started = time.monotonic()
+        with pytest.raises(Unreachable, match=r"did not answer within \d+\.\d s"):
+            attention.connect(greeting("attention"), started + 1)
+        assert 1 <= time.monotonic() - started < 20
         attention.close()
 
 
@@ -126,7 +128,7 @@ def test_a_mismatch_later_is_refused_and_the_others_are_served(address, ffn, pag
     with connected(address, greeting={"rank": 1}) as other:
         with mismatching(address):
             until(lambda: page.snapshot().peers_refused == 1, "the refusal is counted")
-        assert "dtype: ours float32, theirs bfloat16" in page.snapshot().last_error
+        until(lambda: "dtype: ours float32, theirs bfloat16" in page.snapshot().last_error, "and kept")
         assert other.hop(torch.ones(1, HIDDEN), 0)[0, 0] == 2
     until(lambda: page.snapshot().peers == 0, "it has left")
     with mismatching(address):
@@ -175,6 +177,7 @@ def test_long_hosts_get_a_short_address(address):
 
 def test_two_attention_ranks_are_served_and_another_process_with_the_rank_of_one_is_refused(address, ffn, page):
     with connected(address) as first, connected(address, greeting={"rank": 1}) as second:
+        second.hop(torch.ones(1, HIDDEN), 0)  # a rank that has been silent for long may be free soon
         with (
             pytest.raises(ConnectionRefused, match="rank 1 is connected already") as caught,
             connected(address, greeting={"rank": 1, "instance": OTHER_PROCESS}),
@@ -184,7 +187,7 @@ def test_two_attention_ranks_are_served_and_another_process_with_the_rank_of_one
         for _ in range(50):
             assert first.hop(torch.ones(1, HIDDEN), 0)[0, 0] == 2
             assert second.hop(torch.full((2, HIDDEN), 3.0), 0)[0, 0] == 6
-        until(lambda: page.snapshot().peers == 2 and page.snapshot().hops == 100, "both counted")
+        until(lambda: page.snapshot().peers == 2 and page.snapshot().hops == 101, "both counted")
         assert page.snapshot().peers_refused == 1
     until(lambda: page.snapshot().peers == 0, "both have left")
 
@@ -196,8 +199,8 @@ def test_a_process_of_another_user_is_refused(address, page):
     with ffn_process(address, page):
         pid = os.fork()
         if not pid:
-            os.setuid(65534)
             try:
+                os.setuid(65534)
                 sock = stranger(address)
                 os._exit(42 if b"runs as user 65534" in sock.recv(65536) else 1)
             finally:
@@ -213,20 +216,24 @@ def test_a_listener_of_another_user_is_refused(address):
     ready, tell = os.pipe()
     pid = os.fork()
     if not pid:
-        os.setuid(65534)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(address)
-        listener.listen()
-        os.write(tell, b"!")
-        listener.accept()[0].recv(65536)
-        os._exit(0)
-    os.read(ready, 1)
-    with pytest.raises(ConnectionRefused, match="runs as user 65534, expected 0"), connected(address):
-        pass
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    os.close(ready)
+        try:
+            os.setuid(65534)
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            listener.bind(address)
+            listener.listen()
+            os.write(tell, b"!")
+            listener.accept()[0].recv(65536)
+        finally:
+            os._exit(0)  # never on as a second pytest
     os.close(tell)
+    try:
+        assert os.read(ready, 1) == b"!"
+        with pytest.raises(ConnectionRefused, match="runs as user 65534, expected 0"), connected(address):
+            pass
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(ready)
 
 
 # Loading

@@ -1,6 +1,7 @@
 """The FFN loop: heartbeat, death and end."""
 
 import contextlib
+import itertools
 import select
 import socket
 import threading
@@ -54,9 +55,10 @@ def test_the_loop_counts_hops_and_steps(address, page):
 def test_the_heart_beats_while_idle_and_twice_a_second(address, page):
     with running(address, page):
         beats = set()
-        end = time.monotonic() + 2
-        until(lambda: beats.add(page.snapshot().heartbeat_ns) or time.monotonic() > end, "two seconds")
-        assert len(beats) >= 4
+        until(lambda: beats.add(page.snapshot().heartbeat_ns) or len(beats) == 8, "eight beats")
+    # The first ones are those of the start; and a busy machine may be late for any of the others, not for all.
+    idle = sorted(beats)[2:]
+    assert min(later - beat for beat, later in itertools.pairwise(idle)) <= 500_000_000
 
 
 def test_the_heart_beats_while_the_weights_load(address, page):
@@ -133,7 +135,7 @@ def test_the_heart_beats_under_a_flood_of_strangers(address, page):
 def test_a_computation_that_hangs_stops_the_heart_and_the_server_is_not_healthy(address, page):
     page.set_state(State.READY)
     with ffn_process(address, page), connected(address, hop_timeout_s=200) as attention:
-        assert health([page.snapshot()], time.monotonic())[0]
+        until(lambda: health([page.snapshot()], time.monotonic())[0], "healthy")
 
         def hop():
             with pytest.raises(PeerLost):
@@ -193,9 +195,7 @@ def test_a_wrapper_that_fails_is_a_death(address, page):
 def test_stopping_is_clean(address, page, capfd):
     with running(address, page) as loop, connected(address) as attention:
         attention.hop(torch.ones(1, HIDDEN), 0)
-        started = time.monotonic()
-        assert loop.stop() and not loop.alive
-        assert time.monotonic() - started < 4
+        assert loop.stop(20) and not loop.alive
         until(lambda: not attention.peer_alive(), "the peer knows")
         with pytest.raises(PeerLost):
             attention.hop(torch.ones(1, HIDDEN), 0)
@@ -205,16 +205,17 @@ def test_stopping_is_clean(address, page, capfd):
 
 
 def test_stopping_a_loop_that_hangs_says_so(address, page):
-    free = threading.Event()
+    hangs, free = threading.Event(), threading.Event()
 
     def hang(layer, hidden):
+        hangs.set()
         free.wait(60)
         return hidden
 
-    with running(address, page, hang) as loop, connected(address, hop_timeout_s=0.2) as attention:
+    with running(address, page, hang) as loop, connected(address, hop_timeout_s=2) as attention:
         with pytest.raises(PeerLost):
             attention.hop(torch.ones(1, HIDDEN), 0)
-        assert loop.stop(0.1) is False
+        assert hangs.wait(20) and loop.stop(0.1) is False
         free.set()
         until(lambda: not loop.alive, "it ends when it can")
 
@@ -247,7 +248,7 @@ def test_an_idle_attention_server_learns_that_its_peer_has_gone(page):
             process.kill()
             until(lambda: not health([ours.snapshot()], time.monotonic())[0], "not healthy any more")
             assert "FFN server is lost, hops wait" in health([ours.snapshot()], time.monotonic())[1]
-            assert ours.snapshot().events[Event.PEER_LOST] == 1 and ours.snapshot().peers == 0
+            until(lambda: ours.snapshot().events[Event.PEER_LOST] == 1 and ours.snapshot().peers == 0, "counted")
     finally:
         assert watch.stop()
         route.close()

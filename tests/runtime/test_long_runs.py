@@ -36,13 +36,14 @@ def test_descriptors_and_memory_stay_flat(address, ffn, hops):
         hidden = torch.ones(4, HIDDEN)
         for _ in range(2000):
             attention.hop(hidden, 0)
+        gc.collect()  # what earlier tests left
         before = [used(pid) for pid in (os.getpid(), ffn.pid)]
         for _ in range(hops):
             attention.hop(hidden, 0)
         after = [used(pid) for pid in (os.getpid(), ffn.pid)]
     for (memory, held), (memory_later, held_later) in zip(before, after, strict=True):
         print(f"{hops} hops: memory grew by {(memory_later - memory) / 1024:.0f} KiB; descriptors, maps: {held_later}")
-        assert held_later == held
+        assert all(later <= earlier for earlier, later in zip(held, held_later, strict=True))
         assert memory_later - memory < 4 << 20
 
 
@@ -81,10 +82,15 @@ def test_an_hour_without_a_hop(address, page, monkeypatch):
         with answering(ffn):
             route.connect(greeting("attention"))
             route.wait_ready()
+
+        def heard():
+            assert ffn.receive(0.0) == []
+            return [peer.heard_ns for peer in ffn.peers()] == now
+
         for _ in range(7200):
             now[0] += 500_000_000
             route.tend()
-            assert ffn.receive(0.0) == []
+            until(heard, "the sign of life")
         with answering(ffn):
             assert torch.equal(route.hop(torch.ones(1, HIDDEN), 0), torch.full((1, HIDDEN), 2.0))
     finally:

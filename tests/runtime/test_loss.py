@@ -20,7 +20,7 @@ def test_a_killed_server_ends_a_hop_at_once(address, ffn):
     with connected(address, hop_timeout_s=100) as attention:
         threading.Timer(0.2, ffn.kill).start()
         started = time.monotonic()
-        with pytest.raises(PeerLost, match=r"layer 2, sequence 1.*after 0\.\d+ s.*restart it") as caught:
+        with pytest.raises(PeerLost, match=r"layer 2, sequence 1.*after \d+\.\d+ s.*restart it") as caught:
             attention.hop(torch.ones(1, HIDDEN), HANGING_LAYER)
         assert time.monotonic() - started < 20 and not isinstance(caught.value, HopTimeout)
         assert not attention.peer_alive()
@@ -29,12 +29,14 @@ def test_a_killed_server_ends_a_hop_at_once(address, ffn):
 
 
 def test_a_stopped_server_ends_a_hop_at_the_deadline_and_its_late_answer_is_never_taken(address, ffn, page):
-    with connected(address, hop_timeout_s=0.3) as attention:
+    with connected(address, hop_timeout_s=2.0) as attention:
         attention.hop(torch.ones(1, HIDDEN), 0)
         strike(ffn.pid, signal.SIGSTOP)
+        started = time.monotonic()
         try:
-            with pytest.raises(HopTimeout, match=r"sequence 2.*did not answer in time after 0\.3"):
+            with pytest.raises(HopTimeout, match=r"sequence 2.*did not answer in time after \d+\.\d+ s"):
                 attention.hop(torch.full((1, HIDDEN), 7.0), 0)
+            assert 2 <= time.monotonic() - started < 20
         finally:
             os.kill(ffn.pid, signal.SIGCONT)
         with pytest.raises(PeerLost, match="no connection"):
@@ -102,19 +104,22 @@ def test_an_interrupted_hop_leaves_no_connection(address, ffn):
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with connected(address) as attention:
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
             with pytest.raises(Interrupted):
+                signal.setitimer(signal.ITIMER_REAL, 2)  # the hop has begun by then
                 attention.hop(torch.ones(1, HIDDEN), HANGING_LAYER)
             assert not attention.peer_alive()
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
 def test_closing_ends_a_hop_of_another_thread(address, ffn):
     with connected(address) as attention:
         threading.Timer(0.2, attention.close).start()
+        started = time.monotonic()
         with pytest.raises(PeerLost):
             attention.hop(torch.ones(1, HIDDEN), HANGING_LAYER)
+        assert time.monotonic() - started < 30  # not at its deadline
 
 
 def test_a_peer_that_dies_frees_its_mapping(address, ffn, page):
@@ -128,14 +133,19 @@ def test_a_peer_that_dies_frees_its_mapping(address, ffn, page):
     idle = descriptors(ffn.pid)
     pid = os.fork()
     if not pid:
-        with connected(address) as attention:
-            attention.hop(torch.ones(1, HIDDEN), 0)
-            signal.pause()
-    until(lambda: page.snapshot().hops == 2, "the peer has sent a hop")
-    assert descriptors(ffn.pid) != idle
-    assert mapped() == (1 if isinstance(address, str) else 0)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+        try:
+            with connected(address) as attention:
+                attention.hop(torch.ones(1, HIDDEN), 0)
+                signal.pause()
+        finally:
+            os._exit(1)  # never on as a second pytest
+    try:
+        until(lambda: page.snapshot().hops == 2, "the peer has sent a hop")
+        assert descriptors(ffn.pid) != idle
+        assert mapped() == (1 if isinstance(address, str) else 0)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
     until(lambda: page.snapshot().peers == 0 and mapped() == 0, "the mapping is gone")
     until(lambda: descriptors(ffn.pid) == idle, "no descriptor is left")
 

@@ -32,7 +32,7 @@ from afdpatch.runtime.route import Route
 from afdpatch.runtime.status import StatusPage
 from afdpatch.runtime.step_route import StepRoute
 from tests.runtime import helpers, nccl_stand_in
-from tests.runtime.helpers import until
+from tests.runtime.helpers import free_port, until
 from tests.runtime.nccl_stand_in import CAPTURING, living
 
 LAYERS = (0, 1, 2)
@@ -46,14 +46,9 @@ greeting = partial(
 )
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 def configuration(port: int, **keys: float) -> dict[str, Any]:
     extra = {"hop_timeout_s": 5, "connect_timeout_s": 20, "recovery_timeout_s": 10} | keys
+    extra["recovery_timeout_s"] = max(extra["recovery_timeout_s"], extra["hop_timeout_s"])
     return {"connector": "nccl", "port": port, "connector_extra_config": extra}
 
 
@@ -200,10 +195,8 @@ class Pair:
     """An FFN loop and a route."""
 
     def __init__(self) -> None:
-        port = free_port()
-        self.config = AfdConfig.parse(configuration(port))
-        self.impatient = AfdConfig.parse(configuration(port, hop_timeout_s=1.0))
-        self.patience = self.config
+        self.port = free_port()
+        self.config = AfdConfig.parse(configuration(self.port))
         self.attention_page, self.ffn_page = StatusPage.create("attention"), StatusPage.create("ffn")
         self.fails = False
         self.frozen: list[bool] = []
@@ -212,8 +205,9 @@ class Pair:
         self.route.connect(greeting("attention"))
         self.route.wait_ready()
 
-    def start_ffn(self) -> None:
-        connector = gpu_ffn_connector(self.patience, 0, self.compute, self.frozen.append, self.ffn_page)
+    def start_ffn(self, **keys: float) -> None:
+        config = AfdConfig.parse(configuration(self.port, **keys))
+        connector = gpu_ffn_connector(config, 0, self.compute, self.frozen.append, self.ffn_page)
         self.loop = FfnLoop(connector, self.compute, self.ffn_page, greeting("ffn"))
         self.loop.start()
         self.loop.serve()
@@ -370,8 +364,7 @@ def test_an_ffn_server_that_cannot_join_for_any_reason_ends_the_connection(
 
 def test_an_ffn_server_ends_a_step_that_its_peer_does_not_go_on_with(pair: Pair) -> None:
     pair.loop.stop()
-    pair.patience = pair.impatient
-    pair.start_ffn()
+    pair.start_ffn(hop_timeout_s=4.0)
     assert step(pair.route, 2) == SENT
     (peer,) = pair.loop._connector._peers.values()  # type: ignore[attr-defined]
     half = pair.route.hop(torch.ones(2, HIDDEN), 0)
@@ -382,11 +375,14 @@ def test_an_ffn_server_ends_a_step_that_its_peer_does_not_go_on_with(pair: Pair)
 
 
 def test_an_ffn_server_lets_go_of_a_peer_whose_connection_breaks_in_a_step(pair: Pair) -> None:
+    pair.loop.stop()
+    pair.start_ffn(hop_timeout_s=100.0)
+    assert step(pair.route, 2) == SENT
     half = pair.route.hop(torch.ones(2, HIDDEN), 0)
     begun = pair.route.under_way
     assert begun is not None and begun._sock is not None
     begun._sock.shutdown(socket.SHUT_RDWR)
-    until(lambda: pair.ffn_page.snapshot().peers == 0, "no peer at the FFN", 3.0)
+    until(lambda: pair.ffn_page.snapshot().peers == 0, "no peer at the FFN")
     with pytest.raises(StepLost):
         pair.route.check(begun)
     assert step(pair.route, 2) == SENT and half is not None
@@ -442,7 +438,8 @@ def test_a_peer_that_dies_or_stops_in_a_step_ends_it_and_another_process_takes_o
     servers: Servers, number: int, why: str, graph: bool
 ) -> None:
     server = servers.start()
-    route = StepRoute(AfdConfig.parse(configuration(servers.port, hop_timeout_s=1.5)), 0)
+    patience = 5.0 if number == signal.SIGSTOP else 30.0
+    route = StepRoute(AfdConfig.parse(configuration(servers.port, hop_timeout_s=patience)), 0)
     try:
         route.connect(greeting("attention"))
         route.wait_ready()

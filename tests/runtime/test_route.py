@@ -161,7 +161,7 @@ def test_steps_are_numbered(page):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_hop_is_sent_again_to_the_other_home_server(transport, page, how):
-    with servers(transport, 2, attention=1) as ffn, route_to(ffn, page, hop_timeout_s=0.5) as route:
+    with servers(transport, 2, attention=1) as ffn, route_to(ffn, page, hop_timeout_s=3) as route:
         strike(ffn.processes[0].pid, how)
         for _ in range(4):
             assert torch.equal(route.hop(ONE, 0), ONE * 2)
@@ -222,9 +222,9 @@ def test_a_loading_server_gets_no_hops_while_another_serves(transport):
 
 
 def test_a_route_without_a_server_gives_up_then_fails_fast_until_one_is_back(transport, page):
-    with servers(transport, 1) as ffn, route_to(ffn, page, recovery_timeout_s=0.5, hop_timeout_s=0.5) as route:
+    with servers(transport, 1) as ffn, route_to(ffn, page, recovery_timeout_s=3, hop_timeout_s=3) as route:
         ffn.kill(0)
-        with pytest.raises(NoFfnServer, match=r"sequence 1: no FFN server answered within 0\.\d s.*ffn0.*start one"):
+        with pytest.raises(NoFfnServer, match=r"sequence 1: no FFN server answered within \d+\.\d s.*ffn0.*start one"):
             route.hop(ONE, 0)
         assert page.snapshot().peer_state is PeerState.GIVEN_UP and seen(page, Event.GIVEN_UP) == 1
         with pytest.raises(NoFfnServer):
@@ -242,8 +242,10 @@ def test_after_giving_up_a_hop_tries_for_half_a_second_only(page):
         with pytest.raises(NoFfnServer):
             route.hop(ONE, 0)
         route.begin_step()
-        with pytest.raises(NoFfnServer):  # not after 100 s
+        begin = time.monotonic()
+        with pytest.raises(NoFfnServer):
             route.hop(ONE, 0)
+        assert time.monotonic() - begin < 50  # not after 100 s
 
 
 def slowly(layer, hidden):
@@ -368,11 +370,11 @@ def test_an_idle_route_notices_a_loss_and_a_return(transport, page):
 
 def test_an_idle_route_is_kept_by_its_pings(transport, page):
     with servers(transport, 1, start=False) as ffn:
-        ffn.start(0, options={"peer_timeout_s": 0.4})
+        ffn.start(0, options={"peer_timeout_s": 3})
         with route_to(ffn, page) as route:
             watch = PeerWatch(route, page, period_s=0.05)
             watch.start()
-            end = time.monotonic() + 1.5
+            end = time.monotonic() + 8
             until(lambda: time.monotonic() > end, "idle")
             assert ffn.pages[0].snapshot().peers == 1 and seen(page, Event.PEER_LOST) == 0
             assert watch.stop()
@@ -381,10 +383,10 @@ def test_an_idle_route_is_kept_by_its_pings(transport, page):
 
 
 def test_an_idle_route_notices_a_server_that_was_stopped_and_that_goes_on(transport, page):
-    with servers(transport, 1) as ffn, route_to(ffn, page, hop_timeout_s=0.5) as route:
+    with servers(transport, 1) as ffn, route_to(ffn, page, hop_timeout_s=3) as route:
         watch = PeerWatch(route, page, period_s=0.05)
         watch.start()
-        end = time.monotonic() + 1.5
+        end = time.monotonic() + 8
         until(lambda: time.monotonic() > end, "idle for longer than the deadline, the pings being answered")
         assert seen(page, Event.PEER_LOST) == 0
         strike(ffn.processes[0].pid, signal.SIGSTOP)
@@ -405,7 +407,7 @@ def test_a_mismatch_at_the_start_is_told_at_once(transport):
 
 
 def test_a_mismatch_later_is_kept_and_tried_again(transport, page):
-    with servers(transport, 1) as ffn, route_to(ffn, page) as route:
+    with servers(transport, 1) as ffn, route_to(ffn, page, recovery_timeout_s=100) as route:
         ffn.kill(0)
         ffn.start(0, dtype="bfloat16")
         results = []
@@ -430,8 +432,8 @@ def test_a_server_of_another_rank_at_the_address_is_refused(transport):
 def test_a_server_that_never_comes_ends_at_the_deadline():
     with servers("shm", 2, attention=1, start=False) as ffn, route_to(ffn, connect=False) as route:
         ffn.start(1)
-        with pytest.raises(ConnectTimeout, match=r"^ffn0 not connected within 0\.\d s: no FFN server answered"):
-            route.connect(said(ffn), time.monotonic() + 0.3)
+        with pytest.raises(ConnectTimeout, match=r"^ffn0 not connected within \d+\.\d s: no FFN server answered"):
+            route.connect(said(ffn), time.monotonic() + 3)
 
 
 @pytest.mark.parametrize("while_it", ["waits", "loads itself"])
@@ -466,8 +468,8 @@ def test_a_server_that_dies_while_loading_is_waited_for_until_the_deadline(trans
         ffn.start(0, serve=False)
         route.connect(said(ffn))
         ffn.kill(0)
-        with pytest.raises(ConnectTimeout, match=r"^ffn0 not connected within 0\.\d s: no FFN server answered"):
-            route.wait_ready(time.monotonic() + 0.5)
+        with pytest.raises(ConnectTimeout, match=r"^ffn0 not connected within \d+\.\d s: no FFN server answered"):
+            route.wait_ready(time.monotonic() + 3)
 
 
 def test_another_server_in_the_place_of_one_that_died_while_loading_ends_the_start(transport, page):
@@ -486,13 +488,13 @@ def test_another_server_in_the_place_of_one_that_died_while_loading_ends_the_sta
 
 
 def test_a_step_may_have_more_patience_than_a_request_has():
-    with servers("shm", 1) as ffn, route_to(ffn, recovery_timeout_s=0.2, hop_timeout_s=0.2) as route:
+    with servers("shm", 1) as ffn, route_to(ffn, recovery_timeout_s=1, hop_timeout_s=1) as route:
         ffn.kill(0)
         results = []
         route.begin_step(patience_s=60)
         thread = threading.Thread(target=lambda: results.append(route.hop(ONE, 0)))
         thread.start()
-        thread.join(1)
+        thread.join(3)
         assert thread.is_alive()
         ffn.start(0)
         thread.join(20)
@@ -505,36 +507,35 @@ def test_a_step_may_have_more_patience_than_a_request_has():
 
 def test_a_server_that_loads_for_longer_than_peers_may_be_silent_is_waited_for(transport, page):
     with servers(transport, 1, start=False) as ffn:
-        ffn.start(0, serve=False, options={"peer_timeout_s": 1.5})
+        ffn.start(0, serve=False, options={"peer_timeout_s": 4})
         with route_to(ffn, page, connect=False) as route:
             route.connect(said(ffn))
             watch = PeerWatch(route, page, period_s=0.05)
             watch.start()
             begin = time.monotonic()
-            load = threading.Timer(4.0, os.kill, (ffn.processes[0].pid, signal.SIGUSR1))
+            load = threading.Timer(10.0, os.kill, (ffn.processes[0].pid, signal.SIGUSR1))
             load.start()
             route.wait_ready()
-            assert time.monotonic() - begin > 1.5  # longer than a rank may be silent
+            assert time.monotonic() - begin > 4  # longer than a rank may be silent
             assert seen(page, Event.PEER_LOST) == seen(ffn.pages[0], Event.PEER_LOST) == 0
             assert torch.equal(route.hop(ONE, 0), ONE * 2)
             assert watch.stop()
 
 
 def test_attention_may_start_first(transport):
-    with servers(transport, 1, start=False) as ffn, route_to(ffn, connect=False) as route:
+    with servers(transport, 1, start=False) as ffn, route_to(ffn, connect=False, connect_timeout_s=100) as route:
         thread = threading.Thread(target=lambda: route.connect(said(ffn)))
         thread.start()
         ffn.start(0)
-        thread.join(20)
+        thread.join(60)
         assert torch.equal(route.hop(ONE, 0), ONE * 2)
 
 
 @pytest.mark.parametrize("where", ["hop", "repeat", "connect"])
 def test_closing_ends_what_waits(where):
-    with servers("shm", 1) as ffn, route_to(ffn, connect=where != "connect") as route:
-        if where == "repeat":
-            ffn.kill(0)
-        if where == "connect":
+    long = dict.fromkeys(("hop_timeout_s", "recovery_timeout_s", "connect_timeout_s"), 100)
+    with servers("shm", 1) as ffn, route_to(ffn, connect=where != "connect", **long) as route:
+        if where != "hop":
             ffn.kill(0)
         caught = []
 
@@ -547,9 +548,11 @@ def test_closing_ends_what_waits(where):
         thread = threading.Thread(target=wait)
         thread.start()
         threading.Event().wait(0.2)
+        begin = time.monotonic()
         route.close()
-        thread.join(3)
+        thread.join(20)
         assert not thread.is_alive() and "closed" in str(caught[0])
+        assert time.monotonic() - begin < 50  # close() itself waits for the hop to end
         route.close()
 
 
@@ -565,10 +568,11 @@ def test_a_signal_handler_may_close_the_route_whose_hop_it_interrupts():
 
         before = signal.signal(signal.SIGALRM, end)
         try:
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
             with pytest.raises(Ended):
+                signal.setitimer(signal.ITIMER_REAL, 2)  # the hop has begun by then
                 route.hop(ONE, HANGING_LAYER)
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
 
 
@@ -594,4 +598,4 @@ def test_losses_and_returns_leak_no_descriptor(transport):
             ffn.start(0)
             until(lambda: route.tend() or ffn.pages[0].snapshot().peers == 1, "home again")
             until(lambda: route.tend() or ffn.pages[1].snapshot().peers == 0, "and only there")
-            until(lambda: route.tend() or connections() == before, "as many descriptors as before")
+            until(lambda: route.tend() or connections() <= before, "no more descriptors than before")

@@ -1,3 +1,4 @@
+import gc
 import os
 import subprocess
 import sys
@@ -95,7 +96,13 @@ def test_a_reader_never_sees_a_half_written_error():
     with subprocess.Popen([sys.executable, "-c", CHANGING, page.path]) as writer:
         try:
             until(lambda: bool(page.snapshot().last_error), "the writer writes", 60)
-            seen = {page.snapshot().last_error for _ in range(20_000)}
+            seen = set()
+
+            def read():
+                seen.update(page.snapshot().last_error for _ in range(20_000))
+                return len(seen) > 1
+
+            until(read, "both texts are seen", 60)
             assert seen == {"a" * 1000, "b" * 500}
         finally:
             writer.kill()
@@ -113,13 +120,14 @@ def test_a_page_that_has_gone_says_what_to_do(monkeypatch):
 
 
 def test_something_else_is_no_page():
+    gc.collect()  # what earlier tests left
     for size in (0, 8192):
         fd = os.memfd_create("other")
         os.ftruncate(fd, size)
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(StatusPageError, match="expected"):
             StatusPage.open(f"/proc/self/fd/{fd}")
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
         os.close(fd)
 
 
@@ -133,6 +141,7 @@ def test_the_page_outlives_its_worker_and_goes_with_its_server():
         with open("/proc/self/maps") as lines:
             return sum("afdpatch-status-attention" in line for line in lines)
 
+    gc.collect()  # what earlier tests left
     before = maps()
     page = StatusPage.create("attention")
     other = StatusPage.open(page.path)
@@ -140,7 +149,7 @@ def test_the_page_outlives_its_worker_and_goes_with_its_server():
     other.close()
     page.beat()
     page.close()
-    until(lambda: maps() == before, "both mappings are gone")
+    until(lambda: maps() <= before, "both mappings are gone")
 
 
 def test_each_worker_has_a_page_of_its_own_in_one_memory(monkeypatch):
@@ -183,6 +192,7 @@ def test_a_wish_to_drain_goes_to_every_worker():
     assert first.drain_requested and other.drain_requested
     readers.request_drain(False)
     assert not first.drain_requested and not other.drain_requested
+    gc.collect()  # what earlier tests left
     before = len(os.listdir("/proc/self/fd"))
     readers.close()
     assert len(os.listdir("/proc/self/fd")) == before - 4  # each page has its own and the one of its mapping
