@@ -29,6 +29,8 @@ FFN_KV_BYTES = 1 << 20
 SHUTDOWN_S = 10
 """Seconds that requests in flight have at SIGTERM. vLLM's own default, 0, kills the EngineCore at once, which then can
 leave its shared memory behind."""
+GRPC_SERVER = "vllm.entrypoints.launchers.grpc_server"
+"""vLLM's module of the gRPC server."""
 WORKERS = {"cpu": "afdpatch.patches.worker_cpu", "cuda": "afdpatch.patches.worker_gpu"}
 """Module of the role's workers, by vLLM's device type."""
 SCHEDULERS = {False: "afdpatch.patches.scheduler.AfdScheduler", True: "afdpatch.patches.scheduler.AfdAsyncScheduler"}
@@ -87,8 +89,8 @@ def _with_afd(
     afd = AfdConfig.parse(given["afd"], rpc_deadline_s=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
     if headless:
         raise refuse(tables(), "headless", "--headless")
-    if "--grpc" in sys.argv:
-        raise refuse(tables(), "grpc", "--grpc")
+    if (found := _grpc()) is not None:
+        raise refuse(tables(), "grpc", found)
     check_arguments(tables(), args)
     others = {key: value for key, value in given.items() if key != "afd"}
     _settle(args, afd)
@@ -113,6 +115,17 @@ def _with_afd(
     os.environ[ENVIRONMENT_KEY] = page.path
     settings.kept = page, call_the_roll(afd.role, engines=parallel.data_parallel_size, workers=workers_of(parallel))
     return vllm_config
+
+
+def _grpc() -> str | None:
+    """What starts the gRPC server, if anything does: vLLM imports its module for nothing else.
+
+    The option may stand in a file of options or be shortened, and the module may be run itself.
+    """
+    if "--grpc" in sys.argv:
+        return "--grpc"
+    main = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return GRPC_SERVER if GRPC_SERVER in sys.modules or (main is not None and main.name == GRPC_SERVER) else None
 
 
 def _settle(args: "EngineArgs", afd: AfdConfig) -> None:

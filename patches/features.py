@@ -38,6 +38,14 @@ def _load_balancing(vllm: "VllmConfig") -> str | None:
     return "hybrid" if parallel.data_parallel_hybrid_lb else None
 
 
+def _several_nodes(vllm: "VllmConfig") -> str | None:
+    parallel = vllm.parallel_config
+    if parallel.nnodes > 1:
+        return f"--nnodes {parallel.nnodes}"
+    size, local = parallel.data_parallel_size, parallel.data_parallel_size_local
+    return f"--data-parallel-size-local {local} of --data-parallel-size {size}" if local != size else None
+
+
 def _offload(vllm: "VllmConfig") -> str | None:
     offload = vllm.offload_config
     on = offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0
@@ -66,6 +74,7 @@ CHECKS: dict[str, Check] = {
     "gate-on-attention": lambda afd, c: afd.compute_gate_on_attention,
     "ffn-data-parallel": lambda afd, c: afd.role == "ffn" and _above_one(c.parallel_config.data_parallel_size),
     "load-balancing": lambda afd, c: _load_balancing(c),
+    "several-nodes": lambda afd, c: _several_nodes(c),
     "pipeline-parallel": lambda afd, c: _above_one(c.parallel_config.pipeline_parallel_size),
     "context-parallel": lambda afd, c: (
         _above_one(c.parallel_config.prefill_context_parallel_size)
@@ -95,6 +104,7 @@ CHECKS: dict[str, Check] = {
     "rust-front-end": lambda afd, c: os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"),
     "cpu-offload": lambda afd, c: _offload(c),
     "weight-transfer": lambda afd, c: c.weight_transfer_config and "on",
+    "sleep-mode": lambda afd, c: c.model_config.enable_sleep_mode and "--enable-sleep-mode",
 }
 
 
@@ -102,6 +112,7 @@ ArgumentCheck = Callable[["EngineArgs"], Any]
 ARGUMENT_CHECKS: dict[str, ArgumentCheck] = {
     "micro-batches": lambda args: args.enable_dbo or _above_one(args.ubatch_size),
     "eplb": lambda args: args.enable_eplb,
+    "sleep-mode": lambda args: args.enable_sleep_mode and "--enable-sleep-mode",
     "context-parallel": lambda args: (
         _above_one(args.prefill_context_parallel_size) or _above_one(args.decode_context_parallel_size)
     ),

@@ -20,7 +20,9 @@ from vllm.v1.worker.worker_base import CompilationTimes
 import afdpatch
 from afdpatch.patches import checkpoint
 from afdpatch.patches.attest import sign
+from afdpatch.patches.features import refuse
 from afdpatch.patches.model import ffns
+from afdpatch.patches.models import tables
 from afdpatch.patches.parallel import FfnGroup, place_of, set_computes_experts, shared_hop
 from afdpatch.patches.scheduler import LostStep, losses_before
 from afdpatch.patches.settings import AfdSettings, settings_of
@@ -182,7 +184,27 @@ class AttentionLink(Link):
         self._watch.stop(STOP_S)
 
 
-class AttentionRole:
+class _OneLife:
+    """Both roles: what may not change in a worker that serves, since the other role would not change with it.
+
+    `/collective_rpc` and `LLM.collective_rpc` call any method of a worker by its name. Those of weight transfer need no
+    refusal: without its configuration, which is refused, vLLM itself does.
+    """
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ConfigError: only this role's tensors would be new; roles agree on a checkpoint at their start."""
+        raise refuse(tables(), "weight-transfer", "reload_weights")
+
+    def update_config(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ConfigError: it changes the model and its weights' place before a reload."""
+        raise refuse(tables(), "weight-transfer", "update_config")
+
+    def checkpoint_prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ConfigError: connections of the pair don't outlive it."""
+        raise refuse(tables(), "sleep-mode", "checkpoint_prepare")
+
+
+class AttentionRole(_OneLife):
     """Mix-in of an attention server's worker: vLLM's worker, connected to an FFN server before weights load."""
 
     vllm_config: "VllmConfig"
@@ -254,7 +276,7 @@ class AttentionRole:
             self.link.close()
 
 
-class FFNRole:
+class FFNRole(_OneLife):
     """Mix-in of an FFN server's worker: no KV cache, no requests; a thread serves hops."""
 
     vllm_config: "VllmConfig"
@@ -344,6 +366,14 @@ class FFNRole:
 
     def execute_dummy_batch(self) -> None:
         """Nothing to keep in step with."""
+
+    def sleep(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ConfigError: it would take the weights away under hops."""
+        raise refuse(tables(), "sleep-mode", "sleep")
+
+    def wake_up(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ConfigError, as `sleep`."""
+        raise refuse(tables(), "sleep-mode", "wake_up")
 
     def shutdown(self) -> None:
         """End the loop, then vLLM's shutdown."""

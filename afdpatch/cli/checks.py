@@ -90,7 +90,8 @@ def check_model(model: str | None, words: Sequence[str] = ()) -> None:
 
 def check_options(words: Sequence[str]) -> None:
     """Refuse vLLM's options that AFD has no place in."""
-    if option_value(words, "--grpc") is not None:
+    # vLLM's parser takes an option's beginning too. What a file of options says is found out by the server.
+    if any(option_value(words, name) is not None for name in ("--grpc", "--grp", "--gr")):
         raise UsageError(
             "--grpc: not supported with a role, since health and metrics are served over HTTP; leave it out"
         )

@@ -75,11 +75,13 @@ def health(url: str, timeout: float) -> tuple[int, str]:
 
 def local_servers() -> list[Seen]:
     """The servers of this machine and user, by the status pages that their processes name."""
+    from afdpatch.runtime.owner import PAGE_PATH
     from afdpatch.runtime.status import ENVIRONMENT_KEY, StatusPageError, StatusPages
 
     paths: dict[str, list[int]] = {}
     for pid in sorted(int(entry) for entry in os.listdir(PROC) if entry.isdigit()):
-        if path := environment(pid).get(ENVIRONMENT_KEY):
+        # The page is opened for writing: nobody else may say which file that is, and nothing but a page's path will do.
+        if is_own(pid) and PAGE_PATH.fullmatch(path := environment(pid).get(ENVIRONMENT_KEY, "")):
             paths.setdefault(path, []).append(pid)
     found = []
     for path, pids in paths.items():
@@ -96,6 +98,13 @@ def local_servers() -> list[Seen]:
         pages.close()
         found.append(Seen(f"process {owner}", str(workers[0]["role"]), workers=workers, here=True))
     return sorted(found, key=lambda seen: (seen.role or "", seen.where))
+
+
+def is_own(pid: int) -> bool:
+    """Whether a process is this user's."""
+    with contextlib.suppress(OSError):
+        return (PROC / str(pid)).stat().st_uid == os.getuid()
+    return False
 
 
 def environment(pid: int) -> Mapping[str, str]:

@@ -9,7 +9,7 @@ import select
 
 from afdpatch.runtime.status import StatusPage
 
-_PATH = re.compile(r"/proc/(\d+)/fd/\d+")
+PAGE_PATH = re.compile(r"/proc/(\d+)/fd/\d+")
 log = logging.getLogger(__name__)
 
 
@@ -25,7 +25,7 @@ class Owner:
     """
 
     def __init__(self, page: StatusPage) -> None:
-        named = _PATH.fullmatch(page.path)
+        named = PAGE_PATH.fullmatch(page.path)
         self.pid = int(named[1]) if named else os.getpid()
         self._fd = -1
         self._gone = False

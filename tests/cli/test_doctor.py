@@ -237,6 +237,29 @@ def test_servers_of_this_machine_are_found_by_their_pages(capsys: pytest.Capture
     assert not [seen for seen in look.local_servers() if seen.where == f"process {os.getpid()}"]
 
 
+@pytest.mark.parametrize("path", ["bogus", "/etc/passwd", "/proc/1/fd/0/../1"])
+def test_a_path_that_is_no_pages_is_not_opened(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("afdpatch.runtime.status.StatusPages", lambda path: opened.append(path))
+    opened: list[str] = []
+    code = "import sys; print(flush=True); sys.stdin.read()"
+    pipe = subprocess.PIPE
+    environment = {**os.environ, "AFDPATCH_STATUS_PAGE": path}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        monkeypatch.setattr(os, "listdir", lambda folder: [str(process.pid)])
+        assert look.local_servers() == []
+        process.kill()
+    assert opened == []
+
+
+def test_what_another_users_process_says_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = healthy("ffn")
+    with worker(page, min(os.sched_getaffinity(0))):
+        monkeypatch.setattr(os, "getuid", lambda: 4242)
+        assert not [seen for seen in look.local_servers() if seen.where == f"process {os.getpid()}"]
+
+
 def test_a_worker_whose_server_has_gone_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     code = "import os, sys; from afdpatch.runtime.status import StatusPage\n"
     code += "print(StatusPage.create('ffn').path, flush=True); sys.stdin.read()"

@@ -154,6 +154,7 @@ def test_warnings_of_the_logs_are_passed_on_and_each_server_has_its_binding(
         (["MODEL", "--port", "70000"], "--port 70000: expected 1 to 65535"),
         (["MODEL", "--port", "9000", "--ffn-port", "9000"], "--ffn-port 9000"),
         (["MODEL", "--grpc"], "--grpc: not supported with a role"),
+        (["MODEL", "--grp"], "--grpc: not supported with a role"),
         (["MODEL", "--attention-args=--grpc"], "--grpc: not supported with a role"),
         (["MODEL", "--additional-config", '{"afd": {"prot": 1}}'], "did you mean 'port'?"),
         (["MODEL", "--ffn-args=--additional-config={"], "expected a JSON object"),

@@ -1,7 +1,7 @@
 """Builds vLLM configurations in one process: `python -m tests.patches.refusals CASES OUT`, both JSON files.
 
-A case is {"args": EngineArgs' own, "env": {...}, "headless": bool}. For each: the exit code that a server
-would end with, its message, or what it would have come up as.
+A case is {"args": EngineArgs' own, "env": {...}, "headless": bool, "argv": [...], "modules": [...]}. For each:
+the exit code that a server would end with, its message, or what it would have come up as.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
@@ -23,6 +24,7 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
     text = io.StringIO()
     argv, sys.argv = sys.argv, [*sys.argv, *case["argv"]]
     os.environ.update(case.get("env", {}))
+    sys.modules.update({name: ModuleType(name) for name in case["modules"]})
     try:
         with contextlib.redirect_stderr(text):
             config = EngineArgs(**case["args"]).create_engine_config(
@@ -44,6 +46,8 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
         return {"code": f"{type(error).__name__}", "message": str(error)}
     finally:
         sys.argv = argv
+        for name in case["modules"]:
+            del sys.modules[name]
         for key in case.get("env", {}):
             del os.environ[key]
         os.environ.pop("AFDPATCH_STATUS_PAGE", None)

@@ -28,13 +28,20 @@ def case(
     headless: bool = False,
     additional: dict[str, Any] | None = None,
     argv: list[str] | None = None,
+    modules: list[str] | None = None,
     **args: Any,
 ) -> dict[str, Any]:
     """One configuration of qwen3-moe."""
     base = {"model": str(MODELS / "qwen3-moe"), "enforce_eager": True, "kv_cache_memory_bytes": 1 << 27}
     additional = {"afd": afd} if afd is not None else additional
     more = {} if additional is None else {"additional_config": additional}
-    return {"args": base | args | more, "env": env or {}, "headless": headless, "argv": argv or []}
+    return {
+        "args": base | args | more,
+        "env": env or {},
+        "headless": headless,
+        "argv": argv or [],
+        "modules": modules or [],
+    }
 
 
 ATTENTION = {"role": "attention"}
@@ -104,6 +111,14 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         case(ATTENTION, data_parallel_size=2, data_parallel_rank=1, data_parallel_size_local=1),
         ["load balancing", "external"],
     ),
+    "several-nodes": (
+        case(TWO_RANKS, data_parallel_size=2, data_parallel_size_local=1, data_parallel_address="127.0.0.1"),
+        ["several nodes", "--data-parallel-size-local 1 of --data-parallel-size 2", "--headless", "each with its rank"],
+    ),
+    "tensor parallelism over several nodes": (
+        case(TWO_RANKS, tensor_parallel_size=2, nnodes=2, node_rank=0, distributed_executor_backend="mp"),
+        ["several nodes", "--nnodes 2"],
+    ),
     "pipeline-parallel": (case(ATTENTION, pipeline_parallel_size=2, distributed_executor_backend="mp"), ["pipeline"]),
     "expert-parallel": (case(ATTENTION, enable_expert_parallel=True), ["expert parallelism"]),
     "micro-batches": (case(ATTENTION, ubatch_size=2), ["dual-batch overlap", "2"]),
@@ -113,6 +128,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "load-strategy": (case(ATTENTION, safetensors_load_strategy="eager"), ["--safetensors-load-strategy", "eager"]),
     "model-impl": (case(ATTENTION, model_impl="transformers"), ["--model-impl", "transformers"]),
     "grpc": (case(ATTENTION, argv=["--grpc"]), ["--grpc", "HTTP seam"]),
+    "grpc that isn't on the command line": (
+        case(ATTENTION, modules=["vllm.entrypoints.launchers.grpc_server"]),
+        ["--grpc", "vllm.entrypoints.launchers.grpc_server", "HTTP seam"],
+    ),
     "a checkpoint without safetensors": (case(ATTENTION, model="no-safetensors"), ["*.safetensors"]),
     "AFD's key in capitals": (case(additional={"AFD": ATTENTION}), ["AFD", 'under the key "afd"']),
     "AFD's keys one level too high": (case(additional={"afd_role": "ffn"}), ["afd_role", 'under the key "afd"']),
@@ -137,6 +156,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "api-servers": (case(ATTENTION, _api_process_count=2), ["several API server", "2", "--api-server-count 1"]),
     "cpu-offload": (case(ATTENTION, offload_group_size=2), ["weight offloading"]),
     "weight-transfer": (case(ATTENTION, weight_transfer_config={"backend": "ipc"}), ["weight transfer"]),
+    "sleep-mode": (case(ATTENTION, enable_sleep_mode=True), ["sleep mode", "--enable-sleep-mode"]),
+    "sleep mode of an FFN server": (case(FFN, enable_sleep_mode=True), ["sleep mode", "--enable-sleep-mode"]),
     "pooling": (case(ATTENTION, runner="pooling"), ["pooling and embedding models"]),
     "routed-experts": (case(ATTENTION, enable_return_routed_experts=True), ["return-routed-experts"]),
     "prefix caching at the FFN": (case(FFN, enable_prefix_caching=True), ["--enable-prefix-caching", "no KV cache"]),
