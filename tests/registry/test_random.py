@@ -19,6 +19,16 @@ FORMS = {
     "static": "class C_NAME:\n    @staticmethod\n    def NAME(x):\n        return x\n",
     "class": "class C_NAME:\n    @classmethod\n    def NAME(cls, x):\n        return x\n",
     "property": "class C_NAME:\n    @property\n    def NAME(self):\n        return 1\n",
+    "stiff": """class Stiff(type):
+    def __setattr__(cls, name, value):
+        if STIFF and value.__code__.co_filename != __file__:
+            raise RuntimeError("the slot takes nothing else")
+        super().__setattr__(name, value)
+
+class C_NAME(metaclass=Stiff):
+    def NAME(self, x):
+        return x
+""",
     "value": "NAME = [1]\n",
 }
 MAKERS = """
@@ -61,19 +71,24 @@ def install():
 
 log = []
 """
-MAKER = {"class": "klass", "property": "prop"}
+MAKER = {"class": "klass", "property": "prop", "stiff": "method"}
 
 patch = st.fixed_dictionaries(
     {
         "module": st.integers(0, 2),
-        "form": st.sampled_from(sorted(FORMS)),
+        "form": st.sampled_from([*sorted(FORMS), "stiff"]),
         "when": st.sampled_from(["always", "role"]),
         "held": st.booleans(),
     }
 )
 operation = st.one_of(
-    st.sampled_from(["arm", "apply", "undo", "break", "mend", "over"]),
+    st.sampled_from(["arm", "apply", "undo", "break", "stiffen", "mend", "over"]),
     st.sampled_from([f"import m{number}" for number in range(3)] + ["import user"]),
+)
+operations = st.one_of(
+    st.lists(operation, max_size=12),
+    # The set fails in the middle of its slots.
+    st.lists(operation, max_size=4).map(lambda before: [*before, "mend", "import m0", "stiffen", "apply"]),
 )
 
 
@@ -85,10 +100,8 @@ def slot(world: World, number: int, item: dict[str, Any]) -> tuple[Any, str] | N
     return (module, name) if item["form"] in ("function", "coroutine", "value") else (vars(module)[f"C_{name}"], name)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    items=st.lists(patch, min_size=1, max_size=5), operations=st.lists(operation, max_size=12), install=st.booleans()
-)
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(items=st.lists(patch, min_size=1, max_size=5), operations=operations, install=st.booleans())
 def test_any_manifest_and_any_sequence_end_with_the_originals_or_the_whole_set(
     world: World, items: list[dict[str, Any]], operations: list[str], install: bool
 ) -> None:
@@ -113,11 +126,12 @@ def test_any_manifest_and_any_sequence_end_with_the_originals_or_the_whole_set(
         )
     if install:
         entries.append(world.entry("PKG.m0:marker", id="inst", kind="install", replacement="OURS.makers:install"))
+    world.write(f"{world.package}/state.py", "STIFF = set()\n")
     for number, source in sources.items():
-        world.write(f"{world.package}/m{number}.py", source + "\ndef marker(): ...\n")
+        world.write(f"{world.package}/m{number}.py", f"from .state import STIFF\n{source}\ndef marker(): ...\n")
     world.write(f"{world.package}/user.py", user)
     patches: PatchSet = world.patchset(*entries)
-    makers = world.load("OURS.makers")
+    makers, stiff = world.load("OURS.makers"), world.load("PKG.state").STIFF
     originals: dict[tuple[int, str], Any] = {}
 
     def look(when: str) -> list[bool]:
@@ -152,8 +166,13 @@ def test_any_manifest_and_any_sequence_end_with_the_originals_or_the_whole_set(
                     patches.apply(role="red", process="worker")
                 elif step == "undo":
                     patches.undo()
-                elif step in ("break", "mend"):
-                    (makers.broken.add if step == "break" else makers.broken.discard)(1)
+                elif step == "break":
+                    makers.broken.add(1)
+                elif step == "stiffen":  # a slot fails once others are filled
+                    stiff.add(1)
+                elif step == "mend":
+                    makers.broken.clear()
+                    stiff.clear()
                 elif step == "over":
                     patches.plan(role="red", process="worker")
                 else:
