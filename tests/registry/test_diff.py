@@ -169,11 +169,14 @@ def test_other_bases_and_decorators_of_its_class_are_shown(pinned: World, capsys
     assert {"-class Engine:", "+class Engine(", "+    dict,"} <= set(result["symbols"][0]["diff"])
 
 
-def test_a_change_around_it_is_told(pinned: World, capsys: pytest.CaptureFixture[str]) -> None:
-    pinned.core("LIMIT = 3", "if True:\n    LIMIT = 3")
-    base = str(pinned.site.parent / "base")
-    assert diff(pinned, "core.engine-run", "--base", base, "--source", str(pinned.site)) == 4
-    assert "LIMIT: interface changed" in capsys.readouterr().out
+def test_a_change_that_is_not_in_these_lines_is_told(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    world.core("LIMIT = 3", "if __debug__:\n    LIMIT = 3")
+    world.declare(world.entry("PKG.core:free", relies=["PKG.core:LIMIT"]))
+    assert world.pin() == 0
+    base = str(shutil.copytree(world.site / world.package, world.site.parent / "base" / world.package).parent)
+    world.core("if __debug__", "if not __debug__")
+    assert diff(world, "core.free", "--base", base, "--source", str(world.site)) == 4
+    assert "a condition that it stands under" in capsys.readouterr().out
 
 
 def test_who_overrides_the_target_and_didn_t_is_a_change(pinned: World, capsys: pytest.CaptureFixture[str]) -> None:
