@@ -94,7 +94,7 @@ class Drift:
     @property
     def standing(self) -> Standing:
         """The worst of all."""
-        return Standing.worst(item.standing for item in (*self.symbols, *self.others))
+        return Standing.worst([item.standing for item in self.symbols] + [part.standing for part in self.others])
 
     @property
     def touched(self) -> bool:
@@ -222,8 +222,9 @@ def _text(tree: SourceTree, symbol: str) -> _Text | None:
     for owner in dict.fromkeys([*_owners(symbol), *_owners(found.defined_as)]):
         there, (*_, node) = tree.nodes(owner)
         if isinstance(node, ast.ClassDef):
-            parts = (*node.decorator_list, *node.bases, *node.keywords)
-            text.add(there, _begin(node), max(node.lineno, *(part.end_lineno or 0 for part in parts), 0), parts)
+            parts = (*node.decorator_list, *node.bases, *(keyword.value for keyword in node.keywords))
+            end = max([node.lineno, *(part.end_lineno or 0 for part in parts)])
+            text.add(there, _begin(node), end, parts)
     for node in nodes:  # Several definitions of one name are compared as one text.
         text.add(source, _begin(node), node.end_lineno or node.lineno, [node])
     return text

@@ -79,9 +79,9 @@ class DirectoryFiles:
         except PermissionError:
             return  # nor can Python import anything from there
         for item in items:
-            if item.name.endswith(".py") and os.path.isfile(item.path):
+            if item.name.endswith(".py") and (item.is_file(follow_symlinks=False) or os.path.isfile(item.path)):
                 yield f"{inside}/{item.name}"
-            elif item.name != "__pycache__" and os.path.isdir(item.path):
+            elif item.name != "__pycache__" and (item.is_dir(follow_symlinks=False) or os.path.isdir(item.path)):
                 place = os.path.realpath(item.path) if item.is_symlink() else f"{above[-1]}/{item.name}"
                 if not leads_back(place, above):
                     yield from self._below(item.path, f"{inside}/{item.name}", (*above, place))
