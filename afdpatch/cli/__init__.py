@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import io
 import os
 import signal
 import sys
@@ -78,6 +79,8 @@ BENCHES = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. A Ctrl-C or a reader that has gone ends it without a traceback."""
+    if argv is None and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a file's name may be no UTF-8
     try:
         try:
             return dispatch(list(sys.argv[1:] if argv is None else argv), is_process=argv is None)

@@ -85,6 +85,8 @@ def conclusion(drift: Drift) -> str:
         return "Nothing changed."
     if drift.ours is None:
         return "Nothing of ours is installed here; whatever builds on it must be read against the change."
+    if all(symbol.standing.exit_code == 0 for symbol in drift.symbols):
+        return "What the patch stands on is the same; who holds, keeps or overrides the target isn't."
     if drift.touched:
         return "The change touches what our replacement relies on."
     return "The change touches no name that our replacement uses; it may still change what they mean."
@@ -93,6 +95,8 @@ def conclusion(drift: Drift) -> str:
 def meaning(symbol: SymbolDrift) -> list[str]:
     """What a symbol's change touches of ours, a line each."""
     lines = []
+    if not symbol.diff and symbol.standing.exit_code == 4:
+        lines.append("a condition that it stands under, or a class on the way to it: these lines are the same")
     if symbol.parameters:
         lines.append(
             f"parameters: were ({symbol.parameters[0]}), are ({symbol.parameters[1]}); ours must have the same"
@@ -112,6 +116,8 @@ def as_markdown(drift: Drift) -> str:
         lines += ["", f"### `{symbol.symbol}`: {symbol.standing.value}", "", symbol.detail, ""]
         lines += [f"- {line}" for line in meaning(symbol)]
         lines += ["", "```diff", *symbol.diff, "```"]
+    if drift.others:
+        lines += ["", *(f"- `{part.symbol}`: {part.text}" for part in drift.others)]
     if drift.ours and drift.standing.exit_code:
         lines += ["", f"### Ours: `{drift.entry.replacement}` ({drift.ours})", "", "```python", drift.ours_text, "```"]
     return "\n".join(lines)
@@ -136,6 +142,10 @@ def print_text(drift: Drift) -> None:
             console.print(Text(line, style=colour))
         for line in meaning(symbol):
             console.print(Text(f"  touches {line}", style="bold yellow"))
+    if drift.others:
+        console.print()
+    for part in drift.others:
+        console.print(Text.assemble((part.symbol, "bold"), f": {part.text}"))
     if drift.ours and drift.standing.exit_code:
         console.print()
         console.print(Text.assemble("ours: ", (drift.entry.replacement or "", "bold"), f" ({drift.ours})"))

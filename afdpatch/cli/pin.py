@@ -71,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
                 f"{len(manifest.entries)} entries, {len(lock.symbols)} symbols in {len(lock.files)} files of "
                 f"{manifest.package} {manifest.version}, digest {lock.digest[:12]}"
             )
+        # A file name that is no UTF-8 has characters that can't be written, but JSON has escapes for them.
+        text = text.encode("utf-8", "backslashreplace").decode("utf-8")
         same = output.is_file() and output.read_text(encoding="utf-8") == text
         if not same:
             output.parent.mkdir(parents=True, exist_ok=True)

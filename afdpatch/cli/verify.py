@@ -81,7 +81,7 @@ def show(report: Report, marks: Marks, form: str, output: Path | None) -> None:
         OSError: the file cannot be written.
     """
     if output is not None:
-        output.write_text(render(report, marks, form), encoding="utf-8")
+        output.write_text(render(report, marks, form), encoding="utf-8", errors="backslashreplace")
         print(f"{report.summary}; {form} report in {output}", file=sys.stderr)
     elif form == "text":
         from afdpatch.registry.reports.text import console, print_report

@@ -59,7 +59,8 @@ def _starred(
     tree: SourceTree, target: str, starred: Sequence[tuple[str, bytes]], held: dict[str, set[str]]
 ) -> dict[str, set[str]]:
     """The modules with an `import *` from a module that is named like one that has the target."""
-    lasts = {known.rpartition(".")[2].encode() for known in (target.partition(":")[0], *held)} | {b""}
+    known = (target.partition(":")[0], *held)
+    lasts = {module.rpartition(".")[2].encode(errors="surrogateescape") for module in known} | {b""}
     more = {}
     for found, source in starred:
         if found not in held and source.rpartition(b".")[2] in lasts and (names := held_names(tree, found, target)):

@@ -8,18 +8,19 @@ from __future__ import annotations
 import ast
 import builtins
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from afdpatch.registry.compat import Absence, Standing, TreeView, compare
+from afdpatch.registry.compat import Absence, Part, Standing, TreeView, examine_entry
 from afdpatch.registry.errors import OtherVersion
 from afdpatch.registry.fingerprint import Function
 from afdpatch.registry.lock import Lock
 from afdpatch.registry.manifest import Entry
 from afdpatch.registry.ours import own_code
-from afdpatch.registry.source import SourceTree, Symbol, SymbolAbsent
+from afdpatch.registry.source import SourceFile, SourceTree, Symbol, SymbolAbsent
 
 NOISE = frozenset({"self", "cls", "original", *dir(builtins)})
 """Names that tell nothing."""
@@ -52,7 +53,7 @@ class SymbolDrift:
         detail: that in words.
         old: `file:line` of the pinned one.
         new: `file:line` of the new one; None if it is gone.
-        diff: the unified diff of its source, comments included.
+        diff: the unified diff of its source, comments and the heads of the classes around it included.
         touches: the names of the change that our replacement has too.
         parameters: the pinned and the new parameters, if they differ and our replacement must have the same.
     """
@@ -81,17 +82,19 @@ class Drift:
         ours: `file:line` of our replacement; None if it has none.
         ours_text: our replacement's source, with the functions of its module that it uses.
         symbols: the target first, then the relied-on symbols.
+        others: who else holds, keeps or overrides the target and didn't, or no longer holds it.
     """
 
     entry: Entry
     ours: str | None
     ours_text: str
     symbols: tuple[SymbolDrift, ...]
+    others: tuple[Part, ...]
 
     @property
     def standing(self) -> Standing:
-        """The worst of all symbols."""
-        return Standing.worst(symbol.standing for symbol in self.symbols)
+        """The worst of all."""
+        return Standing.worst([item.standing for item in self.symbols] + [part.standing for part in self.others])
 
     @property
     def touched(self) -> bool:
@@ -110,14 +113,31 @@ class Drift:
             "ours": self.ours,
             "ours_text": self.ours_text,
             "symbols": [symbol.as_dict() for symbol in self.symbols],
+            "others": [vars(part) | {"standing": part.standing.value} for part in self.others],
         }
 
 
 @dataclass(frozen=True)
 class _Text:
+    """A symbol's source: the heads of the classes around it and its definitions, as one text.
+
+    Attributes:
+        place: `file:line` of the definition.
+        lines: the text.
+        uses: every name in it, what it is there, and which of the lines it is in.
+        parameters: the definition's, as one text.
+    """
+
     place: str
     lines: list[str]
-    nodes: list[ast.stmt]
+    uses: list[tuple[str, str, int]]
+    parameters: str
+
+    def add(self, source: SourceFile, begin: int, end: int, parts: Iterable[ast.AST]) -> None:
+        """Adds lines of a file, and the names that these parts of its tree have in them."""
+        start = len(self.lines)
+        self.lines.extend(_lines(source.data)[begin - 1 : end])
+        self.uses.extend((name, role, start + line - begin) for part in parts for name, role, line in _uses(part))
 
 
 def three_way(entry: Entry, lock: Lock, base: SourceTree, new: SourceTree) -> Drift:
@@ -133,8 +153,9 @@ def three_way(entry: Entry, lock: Lock, base: SourceTree, new: SourceTree) -> Dr
         OtherVersion: `base` isn't what was pinned.
     """
     ours = _Ours.find(entry)
+    parts = examine_entry(entry, lock, TreeView(new))
     symbols = []
-    for name in entry.symbols:
+    for name, part in zip(entry.symbols, parts, strict=False):
         pinned = lock.symbols[name]
         try:
             found = base.resolve(name)
@@ -142,8 +163,8 @@ def three_way(entry: Entry, lock: Lock, base: SourceTree, new: SourceTree) -> Dr
             raise _not_pinned(entry, pinned, base, str(error)) from error
         if (found.body, found.interface) != (pinned.body, pinned.interface):
             raise _not_pinned(entry, pinned, base, f"another body or interface ({found.file}:{found.line})")
-        symbols.append(_symbol_drift(entry, pinned, base, new, ours))
-    return Drift(entry, ours.place, ours.text, tuple(symbols))
+        symbols.append(_symbol_drift(entry, part, pinned, base, new, ours))
+    return Drift(entry, ours.place, ours.text, tuple(symbols), parts[len(symbols) :])
 
 
 def _not_pinned(entry: Entry, pinned: Symbol, base: SourceTree, found: str) -> OtherVersion:
@@ -157,13 +178,14 @@ def _not_pinned(entry: Entry, pinned: Symbol, base: SourceTree, found: str) -> O
     )
 
 
-def _symbol_drift(entry: Entry, pinned: Symbol, base: SourceTree, new: SourceTree, ours: _Ours) -> SymbolDrift:
+def _symbol_drift(
+    entry: Entry, part: Part, pinned: Symbol, base: SourceTree, new: SourceTree, ours: _Ours
+) -> SymbolDrift:
     old_text = _text(base, pinned.name)
     assert old_text is not None, "three_way has resolved it"
-    here = TreeView(new).look(pinned)
-    part = compare(pinned, here)
     if part.standing is Standing.SAME:
         return SymbolDrift(pinned.name, part.standing, "", old_text.place, f"{pinned.file}:{pinned.line}", (), (), None)
+    here = TreeView(new).look(pinned)
     where = here.moved_to if isinstance(here, Absence) else pinned.name
     new_text = _text(new, where) if where else None
     diff = difflib.unified_diff(
@@ -175,7 +197,7 @@ def _symbol_drift(entry: Entry, pinned: Symbol, base: SourceTree, new: SourceTre
     )
     parameters = None
     if new_text and entry.patches_target and pinned.name == entry.target:
-        pair = (_parameters(old_text.nodes), _parameters(new_text.nodes))
+        pair = (old_text.parameters, new_text.parameters)
         parameters = pair if pair[0] != pair[1] else None
     return SymbolDrift(
         symbol=pinned.name,
@@ -192,14 +214,32 @@ def _symbol_drift(entry: Entry, pinned: Symbol, base: SourceTree, new: SourceTre
 def _text(tree: SourceTree, symbol: str) -> _Text | None:
     """A symbol's source, or None if it isn't there."""
     try:
+        found = tree.resolve(symbol)
         source, nodes = tree.nodes(symbol)
     except SymbolAbsent:
         return None
-    everything = source.data.decode("utf-8", "replace").splitlines()
-    lines: list[str] = []
+    text = _Text(f"{source.file}:{nodes[-1].lineno}", [], [], _parameters(nodes))
+    for owner in dict.fromkeys([*_owners(symbol), *_owners(found.defined_as)]):
+        there, (*_, node) = tree.nodes(owner)
+        if isinstance(node, ast.ClassDef):
+            parts = (*node.decorator_list, *node.bases, *(keyword.value for keyword in node.keywords))
+            end = max([node.lineno, *(part.end_lineno or 0 for part in parts)])
+            text.add(there, _begin(node), end, parts)
     for node in nodes:  # Several definitions of one name are compared as one text.
-        lines += everything[_begin(node) - 1 : node.end_lineno]
-    return _Text(f"{source.file}:{nodes[-1].lineno}", lines, nodes)
+        text.add(source, _begin(node), node.end_lineno or node.lineno, [node])
+    return text
+
+
+def _owners(symbol: str) -> list[str]:
+    """The classes around a symbol, the outermost first."""
+    module, _, qualname = symbol.partition(":")
+    parts = qualname.split(".")
+    return [f"{module}:{'.'.join(parts[:count])}" for count in range(1, len(parts))]
+
+
+def _lines(data: bytes) -> list[str]:
+    """A file's lines as Python counts them: a form feed or one of Unicode's separators ends none."""
+    return re.split("\r\n|\r|\n", data.decode("utf-8", "replace"))
 
 
 def _begin(node: ast.stmt) -> int:
@@ -223,13 +263,9 @@ def _changed_names(old: _Text, new: _Text | None) -> dict[str, set[str]]:
             come |= set(range(b_begin, b_end))
     names: dict[str, set[str]] = {}
     for text, changed in ((old, gone), (new, come)):
-        offset = 0
-        for node in text.nodes if text else ():
-            begin = _begin(node)
-            for name, role, line in _uses(node):
-                if line - begin + offset in changed:
-                    names.setdefault(name, set()).add(role)
-            offset += (node.end_lineno or begin) - begin + 1
+        for name, role, line in text.uses if text else ():
+            if line in changed:
+                names.setdefault(name, set()).add(role)
     return names
 
 
@@ -278,7 +314,7 @@ class _Ours:
         if own.path is None or own.line is None:
             return cls(own.place, "", {})
         data = own.path.read_bytes()
-        lines = data.decode("utf-8", "replace").splitlines()
+        lines = _lines(data)
         nodes = _reachable(ast.parse(data).body, entry.replacement.partition(":")[2].partition(".")[0])
         names: dict[str, tuple[set[str], int]] = {}
         for node in nodes:

@@ -38,6 +38,11 @@ class Files(Protocol):
         """Many files' bytes, in any order; a file that isn't there is left out."""
 
 
+def leads_back(place: str, above: Iterable[str]) -> bool:
+    """Whether a folder lies on the way to itself, or holds one that does: a link to it makes paths without end."""
+    return any(f"{one}/".startswith(f"{place}/") for one in above)
+
+
 class DirectoryFiles:
     """The files of a package in a directory.
 
@@ -56,21 +61,30 @@ class DirectoryFiles:
 
     def read(self, file: str) -> bytes | None:
         """A file's bytes, or None if there is no such file."""
-        try:
-            with open(self._root / file, "rb") as stream:
-                return stream.read()
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        path = os.path.join(self._root, file)
+        if not os.path.isfile(path):  # A pipe has no end, a link may lead to itself.
             return None
+        with open(path, "rb") as stream:
+            return stream.read()
 
     def python_files(self) -> list[str]:
         """The package's files that end with `.py`, sorted."""
-        found = []
-        top = str(self._root)
-        for folder, folders, names in os.walk(self._root / self._package):
-            folders[:] = [name for name in folders if name != "__pycache__"]
-            inside = os.path.relpath(folder, top).replace(os.sep, "/")
-            found += [f"{inside}/{name}" for name in names if name.endswith(".py")]
-        return sorted(found)
+        top = os.path.join(self._root, self._package)
+        return sorted(self._below(top, self._package, (os.path.realpath(top),)))
+
+    def _below(self, folder: str, inside: str, above: tuple[str, ...]) -> Iterator[str]:
+        """A folder's files and those of its folders, links followed; `above` is where the folders on the way lie."""
+        try:
+            items = list(os.scandir(folder))
+        except PermissionError:
+            return  # nor can Python import anything from there
+        for item in items:
+            if item.name.endswith(".py") and (item.is_file(follow_symlinks=False) or os.path.isfile(item.path)):
+                yield f"{inside}/{item.name}"
+            elif item.name != "__pycache__" and (item.is_dir(follow_symlinks=False) or os.path.isdir(item.path)):
+                place = os.path.realpath(item.path) if item.is_symlink() else f"{above[-1]}/{item.name}"
+                if not leads_back(place, above):
+                    yield from self._below(item.path, f"{inside}/{item.name}", (*above, place))
 
     def read_all(self, files: Iterable[str]) -> Iterator[tuple[str, bytes]]:
         """Many files' bytes; a file that isn't there is left out."""

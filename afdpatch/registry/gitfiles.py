@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from afdpatch.registry.archives import package_prefix
+from afdpatch.registry.archives import follow_links, link_target, package_prefix
 from afdpatch.registry.files import SourceError
 
 CHUNK = 500
 """How many objects are asked for before the answers are read: few enough that neither pipe fills up."""
+
+
+LINK = "120000"
+"""The mode of a symbolic link."""
 
 
 class GitRepository:
@@ -63,14 +67,18 @@ class GitRepository:
                 f"{self.directory} has no commit {revision!r}; `git fetch` it, or name another"
             ) from error
 
-    def blobs(self, commit: str) -> dict[str, str]:
-        """The blob of every Python file of a commit, by the file's path."""
-        found = {}
+    def listing(self, commit: str) -> tuple[dict[str, str], dict[str, str]]:
+        """The blob of every plain file of a commit, and where each symbolic link leads, by their paths."""
+        files: dict[str, str] = {}
+        links: dict[str, str] = {}
         for line in self.run("ls-tree", "-r", "-z", "--full-tree", commit).split("\0"):
             meta, _, path = line.partition("\t")
-            if path.endswith(".py") and meta.startswith("100"):
-                found[path] = meta.split()[2]
-        return found
+            if meta.startswith("100"):
+                files[path] = meta.split()[2]
+            elif meta.startswith(LINK):
+                links[path] = meta.split()[2]
+        texts = (data.decode("utf-8", "surrogateescape") for _, data in self.read(links.values()))
+        return files, {link: link_target(link, text) for link, text in zip(links, texts, strict=True)}
 
     def read(self, blobs: Iterable[str]) -> Iterator[tuple[str, bytes]]:
         """The blobs' bytes, in the order asked for."""
@@ -122,11 +130,11 @@ class GitFiles:
         package: the package's name.
         repository: where the commit is.
         commit: the commit's full name.
-        blobs: the blob of every Python file by its path from the top, if known already.
 
     Attributes:
-        blobs: the blob of each of the package's Python files.
+        blobs: the blob of each of the package's Python files, those that links lead to among them.
         prefix: what stands before the package's folder in the repository's paths.
+        linked: whether there are links in the package, or on the way to it.
 
     Raises:
         SourceError: the commit doesn't hold the package.
@@ -134,19 +142,23 @@ class GitFiles:
 
     stated: tuple[tuple[str, str], ...] = ()
 
-    def __init__(
-        self, package: str, repository: GitRepository, commit: str, blobs: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, package: str, repository: GitRepository, commit: str) -> None:
         self.commit: str | None = commit
         self.label = f"git:{repository.directory}@{commit[:12]}"
         self._repository = repository
-        everything = repository.blobs(commit) if blobs is None else blobs
+        files, links = repository.listing(commit)
+        everything = follow_links(files, links)
         prefix = package_prefix(package, everything)
         if prefix is None:
             raise SourceError(f"{self.label} doesn't hold the package {package!r}")
         self.prefix = prefix
         inside = f"{prefix}{package}/"
-        self.blobs = {path[len(prefix) :]: blob for path, blob in everything.items() if path.startswith(inside)}
+        self.linked = any(link.startswith(inside) or inside.startswith(f"{link}/") for link in links)
+        self.blobs = {
+            path[len(prefix) :]: blob
+            for path, blob in everything.items()
+            if path.startswith(inside) and path.endswith(".py")
+        }
 
     def read(self, file: str) -> bytes | None:
         """A file's bytes, or None if there is no such file."""

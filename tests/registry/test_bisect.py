@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 
 from afdpatch.cli import bisect as bisect_command
+from afdpatch.cli import compat as compat_command
 from afdpatch.cli.pin import schema_path
 from afdpatch.registry import Lock, lock_path
 from afdpatch.registry.gitfiles import GitRepository
@@ -30,6 +31,7 @@ class History:
         self.world = world
         git(world.site, "init", "--quiet", "--initial-branch=main")
         self.commits: dict[str, str] = {}
+        self.repo = world.site
 
     def commit(self, name: str) -> str:
         git(self.world.site, "add", "--all", self.world.package)
@@ -47,7 +49,7 @@ class History:
 
     def run(self, selection: str, *options: str) -> int:
         manifest = ("--manifest", str(self.world.manifest))
-        return command(bisect_command, "bisect", *manifest, "--repo", str(self.world.site), selection, *options)
+        return command(bisect_command, "bisect", *manifest, "--repo", str(self.repo), selection, *options)
 
 
 def firsts(result: dict[str, Any]) -> dict[str, str | None]:
@@ -98,6 +100,95 @@ def test_each_patch_s_first_breaking_commit_is_named(history: History, capsys: p
     assert result["exit_code"] == 3
 
 
+@pytest.mark.parametrize("subject", ["a\x1eb", "a\x1e" + "0" * 40, ":100644 100644"])
+def test_what_a_commit_s_author_writes_hides_nothing(
+    history: History, capsys: pytest.CaptureFixture[str], subject: str
+) -> None:
+    history.world.core("(2 if twice else 1)", "(3 if twice else 1)")
+    history.commit(subject)
+    assert firsts(history.bisect(capsys, f"{history.commits['good']}..main"))["core.engine-run"] == subject
+
+
+def test_a_subject_that_is_no_utf8_is_shown(history: History, capsys: pytest.CaptureFixture[str]) -> None:
+    site = history.world.site
+    history.world.core("def name(", "def named(")
+    history.commit("cafe")
+    raw = git(site, "cat-file", "commit", "HEAD").encode().replace(b"\ncafe", b"\ncaf\xe9\n")
+    (site / "raw").write_bytes(raw)
+    name = git(site, "hash-object", "-t", "commit", "-w", "raw")
+    for option in ("text", "markdown", "json"):
+        capsys.readouterr()
+        assert history.run(f"{history.commits['good']}..{name}", "--format", option) == 3
+        assert "caf\ufffd" in capsys.readouterr().out.replace("\\ufffd", "\ufffd")
+
+
+def holding(result: dict[str, Any]) -> set[str]:
+    return {part["symbol"] for part in result["patches"][0]["parts"]}
+
+
+@pytest.mark.parametrize("how", ["renamed", "unchanged", "star"])
+def test_a_holder_is_found_as_compat_finds_it(world: World, capsys: pytest.CaptureFixture[str], how: str) -> None:
+    """In a file that the commit doesn't change, and under another name than the target's."""
+    file, before, after = {
+        "renamed": ("b", "", "from .a import f\n"),
+        "unchanged": ("e", "def g(): ...\n", "from .core import free as g\n"),
+        "star": ("d", "", "from .core import free\n"),
+    }[how]
+    sources = {"a": "from .core import free as f\n", "b": "", "c": "from .d import *\n", "d": "", "e": "def g(): ...\n"}
+    for name, text in {**sources, "f": "from .e import g\n", "h": "from .a import f\n", file: before}.items():
+        world.write(f"{world.package}/{name}.py", text)
+    world.declare(world.entry(when="always"))
+    assert world.pin() == 0
+    history = History(world)
+    good = history.commit("good")
+    world.write(f"{world.package}/{file}.py", after)
+    history.commit("bad")
+    history.commit("later")
+    result = history.bisect(capsys, f"{good}..main")
+    manifest = ("--manifest", str(world.manifest))
+    assert command(compat_command, "compat", *manifest, f"git:{world.site}@HEAD", "--format", "json") == 4
+    expected = json.loads(capsys.readouterr().out)["releases"][0]
+    assert (firsts(result), result["exit_code"]) == ({"core.free": "bad"}, 4)
+    assert holding(result) == holding(expected)
+
+
+def test_a_package_that_moves_in_its_repository_is_followed(
+    history: History, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world, site = history.world, history.world.site
+    good, package = history.commits["good"], world.package
+    git(site, "rm", "--quiet", "--cached", "-r", package)
+    git(site, "commit", "--quiet", "-m", "away")
+    (site / "src").mkdir()
+    (site / package).rename(site / "src" / package)
+    git(site, "add", "src")
+    git(site, "commit", "--quiet", "-m", "to src")
+    assert set(firsts(history.bisect(capsys, f"{good}..HEAD")).values()) == {"away"}
+    assert history.run(f"{good}..HEAD") == history.run("HEAD..HEAD") == 0
+    core = site / "src" / package / "core.py"
+    core.write_text(core.read_text().replace("* scale", "* scale * 2"))
+    git(site, "commit", "--quiet", "-am", "break")
+    assert firsts(history.bisect(capsys, "HEAD~1..HEAD")) == {
+        "core.free": "break",
+        "core.engine-run": None,
+        "core.engine-name": None,
+        "core.compute": None,
+    }
+
+
+def test_what_a_link_leads_to_is_walked_over(history: History, capsys: pytest.CaptureFixture[str]) -> None:
+    world, site = history.world, history.world.site
+    core = site / world.package / "core.py"
+    core.rename(site / "shared.py")
+    core.symlink_to("../shared.py")
+    git(site, "add", "shared.py")
+    history.commit("a link")
+    (site / "shared.py").write_text((site / "shared.py").read_text().replace("* scale", "* scale * 2"))
+    git(site, "add", "shared.py")
+    history.commit("break")
+    assert firsts(history.bisect(capsys, f"{history.commits['good']}..main"))["core.free"] == "break"
+
+
 def test_a_repaired_patch_is_same_at_the_end(history: History, capsys: pytest.CaptureFixture[str]) -> None:
     world = history.world
     world.core("(2 if twice else 1)", "(3 if twice else 1)")
@@ -109,8 +200,13 @@ def test_a_repaired_patch_is_same_at_the_end(history: History, capsys: pytest.Ca
     assert (result["exit_code"], result["patches"][1]["last"]) == (0, "same")
 
 
-def test_a_merge_counts_as_one_commit(history: History, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("setting", ["", "log.diffMerges=dense-combined", "diff.relative=true"])
+def test_a_merge_counts_as_one_commit(history: History, capsys: pytest.CaptureFixture[str], setting: str) -> None:
+    """And the user's settings of git change nothing, in a folder of the repository either."""
     world, site = history.world, history.world.site
+    history.repo = site / world.package
+    if setting:
+        git(site, "config", *setting.split("="))
     git(site, "checkout", "--quiet", "-b", "side")
     world.core("def name(", "def named(")
     history.commit("on the side")

@@ -7,9 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from afdpatch.cli import diff as diff_command
+from afdpatch.cli.pin import schema_path
 from tests.registry.conftest import World, command
 
 OURS = """
@@ -59,6 +61,7 @@ def outcome(world: World, capsys: pytest.CaptureFixture[str], patch: str = "core
     code = diff(world, patch, "--base", base, "--source", str(world.site), "--format", "json")
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert result["exit_code"] == code
+    jsonschema.validate(result, json.loads(schema_path("diff").read_text(encoding="utf-8")))
     return result
 
 
@@ -142,6 +145,64 @@ def test_ours_is_shown_with_the_functions_that_it_uses_and_no_machine_s_path(
     result = outcome(pinned, capsys)
     assert "def shared" in result["ours_text"] and "def unused" not in result["ours_text"]
     assert result["ours"] == f"{pinned.ours}/patches.py:{OURS.splitlines().index('def run(original):') + 1}"
+
+
+@pytest.mark.parametrize("what", ["\x0c", "'\u2028'", "'\x1c'"])
+def test_lines_are_counted_as_python_counts_them(world: World, capsys: pytest.CaptureFixture[str], what: str) -> None:
+    world.write(f"{world.ours}/patches.py", f"{what}\n" * 6 + OURS)
+    world.write(f"{world.package}/core.py", f"{what}\n" * 6 + "def run(x):\n    return x.length\n")
+    world.declare(world.entry("PKG.core:run", id="core.engine-run"))
+    assert world.pin() == 0
+    shutil.copytree(world.site / world.package, world.site.parent / "base" / world.package)
+    world.core("x.length", "x.length_of_all")
+    result = outcome(world, capsys)
+    assert (touches(result), result["touches_ours"]) == (["length_of_all", "x"], True)
+    assert "def shared" in result["ours_text"]
+    diff = [line for line in result["symbols"][0]["diff"] if line[:1] in "+-"][2:]
+    assert diff == ["-    return x.length", "+    return x.length_of_all"]
+
+
+def test_other_bases_and_decorators_of_its_class_are_shown(pinned: World, capsys: pytest.CaptureFixture[str]) -> None:
+    pinned.core("class Engine:", "class Engine(\n    dict,\n    metaclass=type,\n):")
+    result = outcome(pinned, capsys)
+    assert (result["exit_code"], result["standing"]) == (4, "interface")
+    assert {"-class Engine:", "+class Engine(", "+    dict,"} <= set(result["symbols"][0]["diff"])
+
+
+def test_a_change_that_is_not_in_these_lines_is_told(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    world.core("LIMIT = 3", "if __debug__:\n    LIMIT = 3")
+    world.declare(world.entry("PKG.core:free", relies=["PKG.core:LIMIT"]))
+    assert world.pin() == 0
+    base = str(shutil.copytree(world.site / world.package, world.site.parent / "base" / world.package).parent)
+    world.core("if __debug__", "if not __debug__")
+    assert diff(world, "core.free", "--base", base, "--source", str(world.site)) == 4
+    assert "a condition that it stands under" in capsys.readouterr().out
+
+
+def test_who_overrides_the_target_and_didn_t_is_a_change(pinned: World, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "from .core import Engine\nclass S(Engine):\n    def run(self, x): ...\n"
+    pinned.write(f"{pinned.package}/new.py", text)
+    result = outcome(pinned, capsys)
+    assert (result["exit_code"], result["standing"], result["touches_ours"]) == (4, "interface", False)
+    assert [part["symbol"] for part in result["others"]] == [f"{pinned.package}.new"]
+    assert {symbol["standing"] for symbol in result["symbols"]} == {"same"}
+    base = str(pinned.site.parent / "base")
+    for option in ("text", "markdown"):
+        assert diff(pinned, "core.engine-run", "--base", base, "--source", str(pinned.site), "--format", option) == 4
+        out = capsys.readouterr().out
+        assert f"{pinned.package}.new" in out and "Nothing changed" not in out
+
+
+def test_a_new_holder_is_a_change(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    world.declare(world.entry(when="always"))
+    assert world.pin() == 0
+    shutil.copytree(world.site / world.package, world.site.parent / "base" / world.package)
+    world.write(f"{world.package}/new.py", "from .core import free\n")
+    result = outcome(world, capsys, "core.free")
+    assert (result["exit_code"], result["others"]) == (
+        4,
+        [{"symbol": f"{world.package}.new", "standing": "interface", "detail": "holds the target too"}],
+    )
 
 
 def test_a_base_that_isn_t_the_pinned_one_is_refused(pinned: World, capsys: pytest.CaptureFixture[str]) -> None:

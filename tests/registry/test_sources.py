@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 import subprocess
 import sys
 import tarfile
@@ -179,6 +180,131 @@ def test_a_damaged_or_foreign_source_ends_with_two_and_its_name(
         assert source in capsys.readouterr().err
     for source in (f"git:{tmp_path / 'plain'}@HEAD", f"git:{world.site}@nowhere", f"git:{world.site}@--help"):
         assert world.verify("--source", source) == 2, source
+
+
+def linked(world: World) -> list[str]:
+    """A package with links of every kind; gives the files that Python could import."""
+    site, package = world.site, world.site / world.package
+    world.write("shared.py", "x = 1\n")
+    world.write("elsewhere/deep/user.py", "from PKG.core import free\n")
+    (package / "linked.py").symlink_to("../shared.py")
+    (package / "again.py").symlink_to("linked.py")
+    (package / "folder").symlink_to("../elsewhere")
+    (site / "elsewhere" / "back").symlink_to(f"../{world.package}")
+    (package / "loop.py").symlink_to("loop.py")
+    (package / "gone.py").symlink_to("nowhere.py")
+    (package / "itself").symlink_to(".")
+    (package / "up").symlink_to("..")
+    (package / "folder.py").mkdir()
+    os.link(package / "core.py", package / "hard.py")
+    names = ("__init__", "_version", "again", "core", "folder/deep/user", "hard", "linked")
+    return [f"{world.package}/{name}.py" for name in names]
+
+
+def sdist_with_links(world: World) -> str:
+    path = world.site.parent / "links.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        for name in ("elsewhere", world.package, "shared.py"):
+            archive.add(world.site / name, f"top/{name}")
+    return str(path)
+
+
+def repository_with_links(world: World) -> str:
+    git(world.site, "init", "--quiet", "--initial-branch=main")
+    git(world.site, "add", "elsewhere", "shared.py")
+    return repository(world)
+
+
+@pytest.mark.parametrize("make", [directory, sdist_with_links, repository_with_links])
+def test_links_are_followed_and_those_that_lead_back_are_not(world: World, make: Callable[..., str]) -> None:
+    declare(world)
+    (world.site / world.package / "user.py").unlink()
+    expected = linked(world)
+    tree = SourceTree.open(world.package, make(world))
+    assert tree.files.python_files() == expected
+    assert [file for file, _ in tree.contents] == expected
+    assert tree.files.read(f"{world.package}/again.py") == b"x = 1\n"
+    assert tree.files.read(f"{world.package}/loop.py") is None
+
+
+def test_what_a_linked_folder_holds_is_verified(world: World) -> None:
+    world.declare(world.entry())
+    assert world.pin() == 0
+    linked(world)
+    assert world.verify() == 7
+
+
+def test_a_pipe_is_no_source(world: World) -> None:
+    """Whoever opened it would wait without end."""
+    world.write(f"{world.package}/user.py", "from .pipe import *\nfrom .core import free\n")
+    world.declare(world.entry(holders=["PKG.user"]))
+    os.mkfifo(world.site / world.package / "pipe.py")
+    assert (world.pin(), world.verify()) == (0, 0)
+
+
+def test_a_wheel_may_keep_its_modules_as_data(world: World) -> None:
+    declare(world)
+    assert world.pin() == 0
+    plain = Path(wheel(world))
+    moved = plain.with_name(f"{world.package}-1.0-1-py3-none-any.whl")
+    with zipfile.ZipFile(plain) as old, zipfile.ZipFile(moved, "w") as new:
+        for name in old.namelist():
+            place = {"core.py": "x.data/platlib/", "user.py": "x.data/purelib/"}.get(Path(name).name, "")
+            new.writestr(place + name, old.read(name))
+    tree = SourceTree.open(world.package, str(moved))
+    assert tree.contents == SourceTree.open(world.package, str(plain)).contents
+    assert world.verify("--source", str(moved)) == 0
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_wheel_that_is_damaged_anywhere_ends_with_two(world: World, method: int) -> None:
+    path = world.site.parent / "damaged.whl"
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for file in sorted((world.site / world.package).rglob("*.py")):
+            archive.write(file, file.relative_to(world.site).as_posix())
+        archive.writestr("x.dist-info/METADATA", "Metadata-Version: 2.1\nName: x\nVersion: 1.0\n")
+    damaged(world, path)
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])
+def test_an_sdist_that_is_damaged_anywhere_ends_with_two(world: World, mode: str) -> None:
+    path = world.site.parent / "damaged.tar.gz"
+    with tarfile.open(path, mode) as archive:
+        archive.add(world.site / world.package, f"top/{world.package}")
+    damaged(world, path)
+
+
+def damaged(world: World, path: Path) -> None:
+    """Reads an archive with some bytes changed, many times: it is read, or refused as what it is."""
+    whole = path.read_bytes()
+    rng = random.Random(7)
+    refused = 0
+    for _ in range(250):
+        data = bytearray(whole)
+        for _ in range(rng.choice((1, 2, 5))):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        path.write_bytes(data)
+        try:
+            assert SourceTree.open(world.package, str(path)).contents
+        except SourceError as error:
+            refused += 1
+            assert path.name in str(error)
+    assert refused
+
+
+def test_a_file_name_that_is_no_utf8_is_searched_and_shown(world: World) -> None:
+    world.declare(world.entry())
+    assert world.pin() == 0
+    with open(os.fsencode(world.site / world.package) + b"/caf\xe9.py", "wb") as stream:
+        stream.write(b"from .core import *\n")
+    source, output = ["--source", str(world.site)], ["--output", str(world.site / "report")]
+    formats = [["verify", "--format", form] for form in ("text", "json", "junit", "sarif", "github")]
+    for command in (*formats, ["verify", *output], ["pin"], ["verify", "--format", "text"]):
+        arguments = [*command, "--manifest", str(world.manifest), *source]
+        env = os.environ | {"PYTHONPATH": f"{world.site}{os.pathsep}{ROOT}", "PYTHONIOENCODING": "utf-8:strict"}
+        done = subprocess.run([sys.executable, "-m", "afdpatch", *arguments], capture_output=True, env=env)
+        assert b"Traceback" not in done.stderr, done.stderr[-600:]
+        assert done.returncode == (0 if command == ["pin"] else 7), arguments
 
 
 def test_a_wheel_s_files_are_those_of_its_folder(world: World) -> None:

@@ -152,7 +152,9 @@ def _result(
             )
         ],
         related_locations=related,
-        partial_fingerprints={"afdpatchFinding/v1": hashlib.sha256(identity.encode()).hexdigest()},
+        partial_fingerprints={
+            "afdpatchFinding/v1": hashlib.sha256(identity.encode(errors="backslashreplace")).hexdigest()
+        },
         properties={key: value for key, value in (("pinnedAt", link), ("entry", entry_id)) if value},
     )
 
