@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from afdpatch.registry import fingerprint
-from afdpatch.registry.census import holders_of
+from afdpatch.registry.census import held_names, holders_of
 from afdpatch.registry.errors import LockError, ManifestError, OtherVersion, TargetAbsent
 from afdpatch.registry.identity import identify
 from afdpatch.registry.manifest import Entry, Manifest
@@ -240,7 +240,7 @@ def symbol_of(name: str, data: Mapping[str, Any]) -> Symbol:
 
 def _check_holder(entry: Entry, holder: str, tree: SourceTree) -> None:
     source = tree.file(holder)
-    if source is None or not source.imports(entry.module, entry.qualname):
+    if source is None or not held_names(tree, holder, entry.target):
         raise TargetAbsent(
             "the holder doesn't hold the target",
             patch_id=entry.id,

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from afdpatch.registry import fingerprint
+from afdpatch.registry.lineage import Class, bases, lineage, mentioned, runs
 from afdpatch.registry.lock import Keeper
-from afdpatch.registry.scope import bindings
-from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent, module_of
+from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent
 
-_BINDS_NEXT = re.compile(rb"\b(?:(?:def|class)\s+|import\b(?:.*\W)?)\Z")
-_IS_BOUND = re.compile(rb"\s*[:=][^=]")
-_ENDS_INSIDE = re.compile(rb"\w\Z")
-_HEAD = re.compile(rb"\bclass\s+\w+\s*\([^)]*\Z")
+_FAR = 2000
+"""The longest head of a class that is looked at, in bytes."""
+_PLAIN_HEAD = re.compile(rb"class\s+[^\s(:\[]+\s*(?:\([^()#'\"\[]*\)\s*)?:")
+_TEXTS = re.compile(rb"#[^\n]*|'[^'\n]*'|\"[^\"\n]*\"")
+_GROUP = re.compile(rb"\([^()]*\)|\[[^\[\]]*\]")
+_OPEN_HEAD = re.compile(rb"class\b[^:(]*\(")
+_GIVEN_ON = re.compile(rb"=\s*(?:[^\W\d][\w.]*\.)?\Z")
+_RENAMED = re.compile(rb"\s+as\s")
+_LINE_ENDS = re.compile(rb"\s*(?:\[[^\]\n]*\])?\s*(?:;|#|\r?\n|\Z)")
 
 
 def overrides_of(tree: SourceTree, target: str, kind: str) -> Iterator[Keeper]:
@@ -31,123 +36,136 @@ def overrides_of(tree: SourceTree, target: str, kind: str) -> Iterator[Keeper]:
     """
     module, _, qualname = target.partition(":")
     owner, _, last = (qualname, "", "") if kind == "class" else qualname.rpartition(".")
-    if not owner:
+    home = _lineage(tree, f"{module}:{owner}") if owner else ()
+    if not home:
         return
-    home = tree.file(module)
-    defined = _class_in(home, owner) if home is not None else None
-    if home is not None and defined is not None and last and kind != "property":
-        where = f"{module}.{owner}"
-        for item in bindings(defined.body).get("__getattribute__", [])[:1]:
-            yield Keeper("override", f"{where}.__getattribute__", module, home.file, item.node.lineno)
-        yield from _hidden(home, defined, where, last)
-    if last and not _bound_twice(tree, last):
+    if kind == "class":
+        for item in subclasses(tree, home[0]):
+            yield _keeper("subclass", item.symbol, item, item.node)
         return
-    for subclass, source, node in subclasses(tree, f"{module}:{owner}"):
-        where = subclass.replace(":", ".")
-        if kind == "class":
-            yield Keeper("subclass", where, source.module, source.file, node.lineno)
-            continue
-        own = bindings(node.body)
-        lines = [item.node.lineno for name in (last, "__getattribute__") for item in own.get(name, [])[:1]]
-        if not lines:
-            lines = [base.lineno for base in _other_bases(tree, source, node, target, last)][:1]
-        for line in lines:
-            yield Keeper("override", f"{where}.{last}", source.module, source.file, line)
-        if kind != "property":
-            yield from _hidden(source, node, where, last)
+    hideable = kind != "property" or _is_cached(tree, target)
+    for item in home:
+        for binding in item.bound("__getattribute__")[:1]:
+            yield _keeper("override", f"{item.symbol}.__getattribute__", item, binding.node)
+        yield from _hidden(item, last) if hideable else ()
+    looked = set(home)
+    for item in subclasses(tree, home[0]):
+        yield from _own(tree, item, home[0], last)
+        for part in lineage(tree, item) if hideable else ():
+            if part not in looked:
+                looked.add(part)
+                yield from _hidden(part, last)
 
 
-def _class_in(source: SourceFile, qualname: str) -> ast.ClassDef | None:
-    found = [node for name, node in _classes(source.tree.body, "") if name == qualname]
-    return found[-1] if found else None
+def _lineage(tree: SourceTree, owner: str) -> tuple[Class, ...]:
+    try:
+        return tree.lineage(owner)
+    except SymbolAbsent:
+        return ()
 
 
-def _other_bases(
-    tree: SourceTree, source: SourceFile, node: ast.ClassDef, target: str, last: str
-) -> Iterator[ast.expr]:
-    """The bases from which a subclass gets an attribute before it would get the target."""
-    for base in node.bases if len(node.bases) > 1 else ():
-        where = tree.class_of(source, base)
-        try:
-            found = tree.resolve(f"{where}.{last}") if where is not None else None
-        except SymbolAbsent:
-            continue
-        if found is not None and found.defined_as == target:
-            return
-        if found is not None:
-            yield base
+def _is_cached(tree: SourceTree, target: str) -> bool:
+    """Whether a property is one that an object's own value hides."""
+    node = tree.nodes(target)[1][-1]
+    names = {ast.unparse(item).rpartition(".")[2] for item in getattr(node, "decorator_list", [])}
+    return "cached_property" in names
 
 
-def _hidden(source: SourceFile, node: ast.ClassDef, where: str, last: str) -> Iterator[Keeper]:
+def _keeper(kind: str, where: str, item: Class, node: ast.stmt | ast.expr) -> Keeper:
+    return Keeper(kind, where.replace(":", "."), item.source.module, item.source.file, node.lineno)
+
+
+def _own(tree: SourceTree, item: Class, owner: Class, last: str) -> Iterator[Keeper]:
+    """What a subclass has in a target's place, be it of its own or of another base that comes before the owner."""
+    found = [[one for one in item.bound(name) if runs(one)] for name in (last, "__getattribute__")]
+    nodes: list[ast.stmt] = [ran[0].node for ran in found if ran]
+    reached = any(_reached(tree, base, last, owner) is owner for base in bases(tree, item))
+    if not nodes and reached and _reached(tree, item, last, owner) is not owner:
+        nodes = [item.node]
+    for node in nodes:
+        yield _keeper("override", f"{item.symbol}.{last}", item, node)
+
+
+def _reached(tree: SourceTree, item: Class, last: str, owner: Class) -> Class | None:
+    """The class in which Python finds an attribute, or the owner of the patch if that comes first."""
+    return next(
+        (owner if one == owner else one for one in lineage(tree, item) if one == owner or one.bound(last)), None
+    )
+
+
+def _hidden(item: Class, last: str) -> Iterator[Keeper]:
     """The first assignment to an attribute of `self` in each method, by the name of its first parameter."""
-    for method in node.body if b".%s" % last.encode() in source.data else ():
+    if b".%s" % last.encode() not in item.source.data:
+        return
+    methods = [binding.node for found in item.source.scope(item.node).values() for binding in found]
+    for method in methods:
         if isinstance(method, fingerprint.Function) and (parameters := [*method.args.posonlyargs, *method.args.args]):
-            for item in ast.walk(method):
-                if not (isinstance(item, ast.Attribute) and item.attr == last and isinstance(item.ctx, ast.Store)):
+            for node in ast.walk(method):
+                if not (isinstance(node, ast.Attribute) and node.attr == last and isinstance(node.ctx, ast.Store)):
                     continue
-                if isinstance(item.value, ast.Name) and item.value.id == parameters[0].arg:
-                    what = f"{where}.{method.name}, for one object,"
-                    yield Keeper("override", what, source.module, source.file, item.lineno)
+                if isinstance(node.value, ast.Name) and node.value.id == parameters[0].arg:
+                    yield _keeper("override", f"{item.symbol}.{method.name}, for one object,", item, node)
                     break
 
 
-def _bound_twice(tree: SourceTree, name: str) -> bool:
-    """Whether the package binds a name more than once: else nothing overrides what has it."""
-    letters = name.encode()
-    # A pattern that begins with letters is searched for as they are; what stands around them is looked at afterwards.
-    word, found = re.compile(rb"%s\b" % re.escape(letters)), 0
-    for _, data in tree.contents:
-        for match in word.finditer(data) if letters in data else ():
-            before = data[data.rfind(b"\n", 0, match.start()) + 1 : match.start()]
-            found += _BINDS_NEXT.search(before) is not None or (
-                not _ENDS_INSIDE.search(before) and _IS_BOUND.match(data, match.end()) is not None
-            )
-            if found > 1:
-                return True
-    return False
+def subclasses(tree: SourceTree, owner: Class) -> Iterator[Class]:
+    """The subclasses of a class in the package, at any distance, as far as their bases can be followed.
 
-
-def subclasses(tree: SourceTree, owner: str) -> Iterator[tuple[str, SourceFile, ast.ClassDef]]:
-    """The subclasses of a class in the package, at any distance, as far as their bases are plain names."""
+    A class made of what a call makes of one (`class Sub(mixed(Engine))`) is among them.
+    """
     known, todo = {owner}, [owner]
     while todo:
         wanted = todo.pop()
-        name = wanted.rpartition(":")[2].rpartition(".")[2].encode()
+        for source in _sources(tree, wanted):
+            for item in source.classes:
+                if item not in known and any(wanted in mentioned(tree, item, base) for base in item.node.bases):
+                    known.add(item)
+                    todo.append(item)
+                    yield item
+
+
+def _sources(tree: SourceTree, wanted: Class) -> Iterator[SourceFile]:
+    """The files that may have a subclass of a class, by its name and by every other that the package gives it."""
+    names, searched = [wanted.node.name], set[str]()
+    for name in names:
+        letters = name.encode()
         for file, data in tree.contents:
-            if name not in data or not (_is_base(data, name) or b"%s as " % name in data):
+            if letters not in data or not (leads(data, letters) or file == wanted.source.file):
                 continue
             source = tree.source(file)
-            if source is None:
+            if source is None or not source.parses:
                 continue
-            try:
-                classes = list(_classes(source.tree.body, ""))
-            except SymbolAbsent:
-                continue
-            for qualname, node in classes:
-                symbol = f"{module_of(file)}:{qualname}"
-                if symbol not in known and any(tree.class_of(source, base) == wanted for base in node.bases):
-                    known.add(symbol)
-                    todo.append(symbol)
-                    yield symbol, source, node
+            names += sorted(source.other_names.get(name, set()).difference(names))
+            if file not in searched:
+                searched.add(file)
+                yield source
 
 
-def _is_base(data: bytes, name: bytes) -> bool:
-    """Whether a name may stand among the bases of a class statement."""
+def leads(data: bytes, name: bytes) -> bool:
+    """Whether a name may stand among the bases of a class statement, or be given on under another name."""
     at = data.find(name)
     while at >= 0:
-        if _HEAD.search(data, max(0, at - 500), at):
+        end = at + len(name)
+        if _RENAMED.match(data, end) or _is_assigned(data, at, end) or _in_head(data, at):
             return True
-        at = data.find(name, at + 1)
+        at = data.find(name, end)
     return False
 
 
-def _classes(statements: Sequence[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.ClassDef]]:
-    for node in statements:
-        if isinstance(node, ast.ClassDef):
-            yield f"{prefix}{node.name}", node
-            yield from _classes(node.body, f"{prefix}{node.name}.")
-        elif not isinstance(node, fingerprint.Function):
-            for field in ("body", "orelse", "finalbody"):
-                yield from _classes(getattr(node, field, []), prefix)
-            for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
-                yield from _classes(part.body, prefix)
+def _is_assigned(data: bytes, at: int, end: int) -> bool:
+    return _LINE_ENDS.match(data, end) is not None and _GIVEN_ON.search(data[max(0, at - 200) : at]) is not None
+
+
+def _in_head(data: bytes, at: int) -> bool:
+    """Whether a place is among the bases of a class statement: comments, texts and what is in brackets left out."""
+    low, start = max(0, at - _FAR), at
+    while (start := data.rfind(b"class", low, start)) >= 0:
+        before = data[max(0, start - 200) : start]
+        if (b"\n" in before or start <= 200) and not before.rpartition(b"\n")[2].strip():
+            break
+    if start < 0 or _PLAIN_HEAD.match(data, start, at):
+        return False
+    text = _TEXTS.sub(b"", data[start:at])
+    while text != (text := _GROUP.sub(b"", text)):
+        pass
+    return _OPEN_HEAD.match(text) is not None

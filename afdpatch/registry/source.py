@@ -6,14 +6,15 @@ import ast
 import hashlib
 import importlib.util
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.files import DirectoryFiles, Files, SourceError
-from afdpatch.registry.scope import Binding, alias_of, attribute_bindings, bindings, kind_of
+from afdpatch.registry.lineage import Class, bound, dotted, imported, lineage, possible, runs
+from afdpatch.registry.scope import Binding, attribute_bindings, bindings, kind_of
 
 
 class SymbolAbsent(LookupError):
@@ -45,7 +46,7 @@ class Symbol:
         decorators: how many decorators it has, `staticmethod` and `classmethod` left out.
         body: fingerprint of what it does.
         interface: fingerprint of how it is used.
-        files: every file that was read to find it.
+        files: every file that was read to find it, sorted.
         words: in a lock, the longest identifiers of what it does, by which a file that may hold the same body elsewhere
             is known; empty elsewhere.
     """
@@ -75,6 +76,7 @@ class SourceFile:
         self.module = module
         self.file = file
         self.data = data
+        self._scopes: dict[ast.AST, dict[str, list[Binding]]] = {}
 
     @cached_property
     def sha256(self) -> str:
@@ -92,6 +94,14 @@ class SourceFile:
             return ast.parse(self.data, filename=self.file)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise SymbolAbsent(f"{self.file} cannot be parsed: {error}") from error
+
+    @cached_property
+    def parses(self) -> bool:
+        """Whether this Python can parse it."""
+        try:
+            return bool(self.tree)
+        except SymbolAbsent:
+            return False
 
     @cached_property
     def _bindings(self) -> dict[str, list[Binding]]:
@@ -118,20 +128,68 @@ class SourceFile:
         base = parts[: len(parts) - drop] if drop else parts
         return ".".join([*base, *([node.module] if node.module else [])])
 
-    def imports(self, module: str, name: str) -> bool:
-        """Whether the module's own code, at any depth, has `from module import name`."""
-        return any(
-            isinstance(node, ast.ImportFrom)
-            and self.absolute(node) == module
-            and any(alias.name in (name, "*") for alias in node.names)
-            for node in ast.walk(self.tree)
-        )
+    def scope(self, node: ast.AST) -> dict[str, list[Binding]]:
+        """The bindings in a class or a function of the module; a function's parameters are bound by itself."""
+        if node not in self._scopes:
+            table = bindings(getattr(node, "body", []))
+            if isinstance(node, fingerprint.Function):
+                parameters = (item.arg for item in ast.walk(node.args) if isinstance(item, ast.arg))
+                table = {name: [Binding(node, "")] for name in parameters} | table
+            self._scopes[node] = table
+        return self._scopes[node]
 
-    def starred(self) -> Iterator[str]:
-        """The modules of which everything is imported."""
-        for binding in self.top("*"):
-            if isinstance(binding.node, ast.ImportFrom):
-                yield self.absolute(binding.node)
+    @cached_property
+    def _statements(self) -> list[tuple[ast.stmt, tuple[ast.AST, ...]]]:
+        """Every statement at any depth, with the classes and functions around it."""
+        return list(_statements(self.tree.body, ()))
+
+    @cached_property
+    def classes(self) -> tuple[Class, ...]:
+        """Every class statement of the module, those in classes and functions too."""
+        return tuple(Class(self, node, around) for node, around in self._statements if isinstance(node, ast.ClassDef))
+
+    @cached_property
+    def other_names(self) -> dict[str, set[str]]:
+        """By the last part of a name, the other names that imports and assignments give to what has it, anywhere."""
+        table: dict[str, set[str]] = {}
+        for node, _ in self._statements:
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    table.setdefault(alias.name, set()).update([alias.asname] if alias.asname else [])
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                name = dotted(node.value)[-1:] if node.value is not None else []
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for last in name:
+                    table.setdefault(last, set()).update(item.id for item in targets if isinstance(item, ast.Name))
+        return table
+
+    @cached_property
+    def _exported(self) -> frozenset[str] | None:
+        """What `__all__` lists, or None if there is none that is written out as a whole."""
+        found = self.top("__all__")
+        value = found[0].node.value if len(found) == 1 and isinstance(found[0].node, ast.Assign) else None
+        if not isinstance(value, ast.List | ast.Tuple) or not all(
+            isinstance(item, ast.Constant) for item in value.elts
+        ):
+            return None
+        return frozenset(str(item.value) for item in value.elts if isinstance(item, ast.Constant))
+
+    def exports(self, name: str) -> bool:
+        """Whether `import *` takes a name, if the module has it."""
+        return not name.startswith("_") if self._exported is None else name in self._exported
+
+
+def _statements(
+    statements: Sequence[ast.stmt], around: tuple[ast.AST, ...]
+) -> Iterator[tuple[ast.stmt, tuple[ast.AST, ...]]]:
+    todo = [(node, around) for node in reversed(statements)]
+    while todo:
+        node, around = todo.pop()
+        yield node, around
+        inner = (*around, node) if isinstance(node, (*fingerprint.Function, ast.ClassDef)) else around
+        for part in (node, *getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+            for field in ("finalbody", "orelse", "body"):
+                todo += [(item, inner) for item in reversed(getattr(part, field, ()))]
 
 
 class SourceTree:
@@ -146,13 +204,16 @@ class SourceTree:
         package: the package's name.
         root: as given.
         files: as given.
+        lineages: the orders of bases that are known, each with the modules that were asked for it.
     """
 
     def __init__(self, package: str, root: Path, files: Files | None = None) -> None:
         self.package = package
         self.root = root
         self.files: Files = DirectoryFiles(package, root) if files is None else files
+        self.lineages: dict[Class, tuple[tuple[Class, ...], tuple[str, ...]]] = {}
         self._files: dict[str, SourceFile | None] = {}
+        self._asked: dict[str, None] = {}
 
     @classmethod
     def installed(cls, package: str) -> SourceTree:
@@ -216,11 +277,24 @@ class SourceTree:
         return tuple(self.files.read_all(self.files.python_files()))
 
     def file(self, module: str) -> SourceFile | None:
-        """A module's source, or None if the tree has no such file."""
+        """A module's source, or None if the package has no such file."""
+        if module.partition(".")[0] != self.package:
+            return None  # what lies beside the package isn't a part of this source
+        self._asked[module] = None
         if module not in self._files:
             stem = module.replace(".", "/")
             self._files[module] = self._load(module, f"{stem}/__init__.py") or self._load(module, f"{stem}.py")
         return self._files[module]
+
+    @contextmanager
+    def asking(self) -> Iterator[dict[str, None]]:
+        """Collects the modules that are asked for within it."""
+        outer, self._asked = self._asked, {}
+        try:
+            yield self._asked
+        finally:
+            outer.update(self._asked)
+            self._asked = outer
 
     def _load(self, module: str, file: str) -> SourceFile | None:
         data = self.files.read(file)
@@ -256,18 +330,23 @@ class SourceTree:
             SymbolMoved: the module only imports it.
             SymbolAbsent: the module has no such name.
         """
-        return _resolve(self, symbol, symbol, ())[0]
+        return _resolve(self, symbol)[0]
 
     def nodes(self, symbol: str) -> tuple[SourceFile, list[ast.stmt]]:
         """The file and the syntax trees of a symbol's definitions. Raises as `resolve` does."""
-        found, nodes = _resolve(self, symbol, symbol, ())
+        found, nodes = _resolve(self, symbol)
         source = self.source(found.file)
         assert source is not None, found.file
         return source, nodes
 
-    def class_of(self, source: SourceFile, base: ast.expr) -> str | None:
-        """Where a base class, as a class statement of a file names it, is defined; None if that can't be followed."""
-        return _class_of(self, source, base)
+    def lineage(self, symbol: str) -> tuple[Class, ...]:
+        """A class and its bases in Python's order, as far as they can be followed; empty if it is no class.
+
+        Raises:
+            SymbolAbsent: as `resolve` does.
+        """
+        found = _find(self, symbol)
+        return lineage(self, found.cls) if found.cls is not None else ()
 
     def definition(self, module: str, qualname: str) -> str:
         """Where a name of a module is defined: `from x import y` is followed as far as it can be."""
@@ -279,156 +358,149 @@ def module_of(file: str) -> str:
     return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def _resolve(tree: SourceTree, asked: str, symbol: str, seen: tuple[str, ...]) -> tuple[Symbol, list[ast.stmt]]:
-    if symbol in seen:
-        raise SymbolAbsent(f"{symbol} leads back to itself")
+@dataclass(frozen=True)
+class _Found:
+    """A symbol's definitions.
+
+    Attributes:
+        source: the file.
+        owner: the class that has it, or None.
+        passed: the classes that were asked before, of which it inherits.
+        bindings: what binds its name, in the order of the source.
+        last: the definition that counts.
+    """
+
+    source: SourceFile
+    owner: Class | None
+    passed: tuple[Class, ...]
+    bindings: list[Binding]
+    last: ast.stmt
+
+    @property
+    def cls(self) -> Class | None:
+        """It, if it is a class."""
+        around = (*self.owner.around, self.owner.node) if self.owner is not None else ()
+        return Class(self.source, self.last, around) if isinstance(self.last, ast.ClassDef) else None
+
+
+def _resolve(tree: SourceTree, asked: str) -> tuple[Symbol, list[ast.stmt]]:
+    with tree.asking() as modules:
+        found = _find(tree, asked)
+        name = asked.rpartition(":")[2].rpartition(".")[2]
+        others, later = _others(tree, found, name)
+        files = {source.file for module in tuple(modules) if (source := tree.file(module)) is not None}
+    # What an import or a star after it may put in its place is a part of it too.
+    items = [*others, *found.bindings, *(item for item in later if item.node.lineno > found.last.lineno)]
+    nodes = [item.node for item in items]
+    heads = [item.node for item in found.passed]
+    if found.owner is not None:
+        heads += [node for node in (*found.owner.around, found.owner.node) if isinstance(node, ast.ClassDef)]
+    kind, decorators = kind_of(found.last)
+    result = Symbol(
+        name=asked,
+        defined_as=f"{found.owner.symbol}.{name}" if found.owner is not None else f"{found.source.module}:{name}",
+        kind=kind,
+        file=found.source.file,
+        line=found.last.lineno,
+        decorators=decorators,
+        body=fingerprint.body(nodes),
+        interface=fingerprint.interface(nodes, [item.guard for item in items], heads),
+        files=tuple(sorted(files)),
+    )
+    return result, [node for node in nodes if node is not found.last] + [found.last]
+
+
+def _find(tree: SourceTree, symbol: str) -> _Found:
     module, _, qualname = symbol.partition(":")
     source = tree.file(module)
     if source is None:
         raise SymbolAbsent(f"there is no module {module}")
-    files = tuple(dict.fromkeys([*(_file_of(tree, item) for item in seen), source.file]))
-    owners: list[ast.ClassDef] = []
-    others: list[Binding] = []  # what else the names of the classes around it may be
-    parts = qualname.split(".")
-    for index, part in enumerate(parts):
-        found = bindings(owners[-1].body).get(part, []) if owners else source.top(part)
-        defined = [item for item in found if not isinstance(item.node, ast.Import | ast.ImportFrom | ast.Delete)]
-        if found and isinstance(found[-1].node, ast.Delete):
-            raise SymbolAbsent(f"{source.file}:{found[-1].node.lineno} deletes {part!r}")
-        if not defined and owners and index + 1 == len(parts):
-            defined = found = source.assigned(qualname)
-        if not defined and owners:
-            return _inherited(tree, asked, symbol, source, owners[-1], ".".join(parts[index:]), (*seen, symbol))
-        if not defined:
-            raise _imported(tree, source, part, ".".join(parts[index + 1 :]), found)
-        if index + 1 < len(parts):
-            owner = defined[-1].node
-            if not isinstance(owner, ast.ClassDef):
-                raise SymbolAbsent(
-                    f"{module}:{'.'.join(parts[: index + 1])} is not a class ({source.file}:{owner.lineno})"
-                )
-            others += [item for item in found if item.node is not owner]
-            others += [item for item in source.top("*") if not owners and item.node.lineno > owner.lineno]
-            owners.append(owner)
-    # What an import or a star after it may put in its place is a part of it too.
-    last = defined[-1].node
-    later = source.assigned(qualname) if owners else source.top("*")
-    found = [*others, *found, *(item for item in later if item.node.lineno > last.lineno)]
-    nodes = [item.node for item in found]
-    kind, decorators = kind_of(last)
-    result = Symbol(
-        name=asked,
-        defined_as=symbol,
-        kind=kind,
-        file=source.file,
-        line=last.lineno,
-        decorators=decorators,
-        body=fingerprint.body(nodes),
-        interface=fingerprint.interface(nodes, [item.guard for item in found], owners),
-        files=files,
-    )
-    return result, [item for item in nodes if item is not last] + [last]
-
-
-def _file_of(tree: SourceTree, symbol: str) -> str:
-    source = tree.file(symbol.partition(":")[0])
-    return source.file if source is not None else ""
-
-
-def _inherited(
-    tree: SourceTree, asked: str, symbol: str, source: SourceFile, owner: ast.ClassDef, rest: str, seen: tuple[str, ...]
-) -> tuple[Symbol, list[ast.stmt]]:
-    """Looks for an attribute in the bases: the first that has it, unless a class below that one has it too."""
-    found: dict[str, tuple[Symbol, list[ast.stmt]]] = {}
-    for base in owner.bases:
-        where = _class_of(tree, source, base)
-        if where is None:
-            continue
-        with suppress(SymbolAbsent):
-            inherited, nodes = _resolve(tree, asked, f"{where}.{rest}", seen)
-            found.setdefault(inherited.defined_as.removesuffix(f".{rest}"), (inherited, nodes))
-    lineages = {name: _lineage(tree, name) for name in found} if len(found) > 1 else {}
-    for name, result in found.items():
-        if not any(name in lineage for other, lineage in lineages.items() if other != name):
-            return result
-    raise SymbolAbsent(f"class {owner.name} ({source.file}:{owner.lineno}) neither has nor visibly inherits {rest!r}")
-
-
-def _lineage(tree: SourceTree, owner: str) -> set[str]:
-    """A class and its bases at any distance, as far as they can be followed."""
-    found: set[str] = set()
-    todo = [owner]
-    while todo:
-        name = todo.pop()
-        if name in found:
-            continue
-        found.add(name)
-        with suppress(SymbolAbsent):
-            source, nodes = tree.nodes(name)
-            if isinstance(nodes[-1], ast.ClassDef):
-                todo += [where for base in nodes[-1].bases if (where := _class_of(tree, source, base)) is not None]
+    names = qualname.split(".")
+    found = _top(tree, source, names)
+    passed: tuple[Class, ...] = ()
+    for index, name in enumerate(names[1:], 1):
+        owner = found.cls
+        if owner is None:
+            what = f"{module}:{'.'.join(names[:index])}"
+            raise SymbolAbsent(f"{what} is not a class ({found.source.file}:{found.last.lineno})")
+        order = (owner,) if owner.bound(name) else lineage(tree, owner)
+        at = next((at for at, item in enumerate(order) if item.bound(name)), None)
+        if at is None:
+            where = f"class {owner.node.name} ({owner.source.file}:{owner.node.lineno})"
+            raise SymbolAbsent(f"{where} neither has nor visibly inherits {'.'.join(names[index:])!r}")
+        passed += order[:at]
+        bindings = order[at].bound(name)
+        found = _Found(
+            order[at].source, order[at], passed, bindings, _counts(tree, order[at].source, names[index:], bindings)
+        )
     return found
 
 
-def _class_of(tree: SourceTree, source: SourceFile, base: ast.expr) -> str | None:
-    """Where a base class is defined, if it is a plain name: this module's, imported, or of an imported module."""
-    if isinstance(base, ast.Subscript):
-        base = base.value
-    names: list[str] = []
-    while isinstance(base, ast.Attribute):
-        names.insert(0, base.attr)
-        base = base.value
-    if not isinstance(base, ast.Name):
-        return None
-    found = source.top(base.id)
-    if any(isinstance(item.node, ast.ClassDef) for item in found):
-        return f"{source.module}:{'.'.join([base.id, *names])}"
-    for item in found:
-        node = item.node
-        if isinstance(node, ast.ImportFrom):
-            module = source.absolute(node)
-            name = alias_of(node, base.id).name
-            if tree.file(module) is not None and tree.file(f"{module}.{name}") is None:
-                return _definition(tree, module, ".".join([name, *names]))
-            if names and tree.file(f"{module}.{name}") is not None:
-                return _definition(tree, f"{module}.{name}", ".".join(names))
-        if isinstance(node, ast.Import) and names:
-            alias = alias_of(node, base.id)
-            dotted = [*(alias.name if alias.asname else base.id).split("."), *names]
-            for cut in range(len(dotted) - 1, 0, -1):
-                if tree.file(".".join(dotted[:cut])) is not None:
-                    return _definition(tree, ".".join(dotted[:cut]), ".".join(dotted[cut:]))
-    return None
+def _top(tree: SourceTree, source: SourceFile, names: Sequence[str]) -> _Found:
+    found = bound(tree, source, names[0])
+    if found and isinstance(found[-1].node, ast.Delete):
+        raise SymbolAbsent(f"{source.file}:{found[-1].node.lineno} deletes {names[0]!r}")
+    return _Found(source, None, (), found, _counts(tree, source, names, found))
+
+
+def _counts(tree: SourceTree, source: SourceFile, names: Sequence[str], found: Sequence[Binding]) -> ast.stmt:
+    """The definition that counts among the bindings of the first of some names.
+
+    Raises:
+        SymbolAbsent: imports bind it.
+    """
+    defined = [item.node for item in possible(found) or found if _defines(item)]
+    if not defined:
+        raise _imported(tree, source, names, found)
+    ran = [item.node for item in found if _defines(item) and runs(item)]
+    return (ran or defined)[-1]
+
+
+def _defines(binding: Binding) -> bool:
+    return not isinstance(binding.node, ast.Import | ast.ImportFrom | ast.Delete)
+
+
+def _others(tree: SourceTree, found: _Found, name: str) -> tuple[list[Binding], list[Binding]]:
+    """What else the names of the classes around a symbol may be, and what may bind the symbol's own name."""
+    if found.owner is None:
+        return [], found.source.top("*")
+    others: list[Binding] = []
+    chain = [*found.owner.around, found.owner.node]
+    for index, node in enumerate(chain):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        scope = (
+            found.source.scope(chain[index - 1]).get(node.name, []) if index else bound(tree, found.source, node.name)
+        )
+        others += [item for item in scope if item.node is not node]
+        others += [item for item in found.source.top("*") if not index and item.node.lineno > node.lineno]
+    return others, found.source.assigned(f"{found.owner.qualname}.{name}")
 
 
 def _definition(tree: SourceTree, module: str, qualname: str, seen: tuple[str, ...] = ()) -> str:
     """Follows `from x import y` from a module to the one that defines a name; stops where it can't be followed."""
     source = tree.file(module)
     here = f"{module}:{qualname}"
-    first, _, rest = qualname.partition(".")
-    if source is None or here in seen:
+    names = qualname.split(".")
+    if source is None or here in seen or not source.parses:
         return here
-    nodes = [item.node for item in source.top(first)]
-    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
-    if len(imports) < len(nodes):
+    every = bound(tree, source, names[0])
+    found = [item.node for item in possible(every) or every]
+    node = found[0] if found else None
+    if not isinstance(node, ast.ImportFrom) or any(not isinstance(item, ast.ImportFrom) for item in found):
         return here
-    if imports:
-        name = alias_of(imports[0], first).name
-        onward = f"{name}.{rest}" if rest else name
-        return _definition(tree, source.absolute(imports[0]), onward, (*seen, here))
-    for star in source.starred():
-        there, _, name = _definition(tree, star, qualname, (*seen, here)).partition(":")
-        other = tree.file(there)
-        if other is not None and other.top(name.partition(".")[0]):
-            return f"{there}:{name}"
-    return here
+    there, onward = imported(tree, source, node, names)
+    return _definition(tree, there, ".".join(onward), (*seen, here)) if onward else here
 
 
-def _imported(tree: SourceTree, source: SourceFile, name: str, rest: str, found: Sequence[Binding]) -> SymbolAbsent:
-    qualname = f"{name}.{rest}" if rest else name
-    definition = _definition(tree, source.module, qualname)
-    if definition != f"{source.module}:{qualname}":
+def _imported(tree: SourceTree, source: SourceFile, names: Sequence[str], found: Sequence[Binding]) -> SymbolAbsent:
+    node = next((item.node for item in possible(found) or found), None)
+    definition = f"{source.module}:{'.'.join(names)}"
+    if isinstance(node, ast.ImportFrom):
+        there, onward = imported(tree, source, node, names)
+        definition = _definition(tree, there, ".".join(onward), (definition,)) if onward else definition
+    if definition != f"{source.module}:{'.'.join(names)}":
         return SymbolMoved(f"{source.file} only imports it; it is defined at {definition}", definition)
     if found:
-        return SymbolAbsent(f"{source.file}:{found[-1].node.lineno} imports {name!r} as a module")
-    return SymbolAbsent(f"{source.file} has no {name!r}")
+        return SymbolAbsent(f"{source.file}:{found[-1].node.lineno} imports {names[0]!r} as a module")
+    return SymbolAbsent(f"{source.file} has no {names[0]!r}")

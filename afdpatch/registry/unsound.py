@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 
 from afdpatch.registry.fingerprint import Function
 from afdpatch.registry.source import SourceFile, SourceTree, Symbol, SymbolAbsent
@@ -61,32 +60,18 @@ def why_unpatchable(tree: SourceTree, symbol: Symbol) -> str | None:
 
 def fields_of(tree: SourceTree, owner: str) -> str | None:
     """What makes fields of a class's values (a dataclass, a model, an enumeration), or None."""
-    for home, node in _classes(tree, owner, set()):
-        for base in node.bases:
+    try:
+        classes = tree.lineage(owner)
+    except SymbolAbsent:
+        return None
+    for item in classes:
+        for base in item.node.bases:
             if last_name(base) in FIELDS:
                 return FIELDS[last_name(base)]
-        for decorator in node.decorator_list:
-            if last_name(decorator) == "dataclass" or _makes_dataclasses(tree, home, decorator):
+        for decorator in item.node.decorator_list:
+            if last_name(decorator) == "dataclass" or _makes_dataclasses(tree, item.source, decorator):
                 return "a dataclass"
     return None
-
-
-def _classes(tree: SourceTree, owner: str, seen: set[str]) -> Iterator[tuple[SourceFile, ast.ClassDef]]:
-    """A class and its bases, as far as they can be followed."""
-    if owner in seen:
-        return
-    seen.add(owner)
-    try:
-        home, nodes = tree.nodes(owner)
-    except SymbolAbsent:
-        return
-    node = nodes[-1]
-    if isinstance(node, ast.ClassDef):
-        yield home, node
-        for base in node.bases:
-            where = tree.class_of(home, base)
-            if where is not None:
-                yield from _classes(tree, where, seen)
 
 
 def _makes_dataclasses(tree: SourceTree, source: SourceFile, decorator: ast.expr) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from afdpatch.registry.census import holders_of
+from afdpatch.registry.census import held_names, holders_of
 from afdpatch.registry.errors import HELD, HELD_EXPECTED, HELD_TODO
 from afdpatch.registry.identity import Identity
 from afdpatch.registry.lock import Keeper, Lock, manifest_digest
@@ -145,12 +145,9 @@ def _check_holder(entry: Entry, holder: str, lock: Lock, tree: SourceTree, trust
         return [Finding(Verdict.ABSENT, "the holder is absent", expected, "no such module", todo, symbol=holder)]
     if trust_hashes and lock.files.get(source.file) == source.sha256:
         return []
-    try:
-        if source.imports(entry.module, entry.qualname):
-            return []
-        found = f"no such import in {source.file}"
-    except SymbolAbsent as error:
-        found = str(error)
+    if held_names(tree, holder, entry.target):
+        return []
+    found = f"no such import in {source.file}" if source.parses else f"{source.file} cannot be parsed"
     message = "the holder no longer holds the target"
     return [Finding(Verdict.DRIFTED, message, expected, found, todo, symbol=holder, file=source.file, line=1)]
 

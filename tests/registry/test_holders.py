@@ -42,9 +42,7 @@ def test_a_holder_that_imports_the_target_gets_ours(world: World) -> None:
 
 
 def test_a_later_holder_that_got_the_original_elsewhere_gets_ours(world: World) -> None:
-    world.write(
-        f"{world.package}/user.py", "import OURS\nfree = OURS.kept\ndef late():\n    from PKG.core import free\n"
-    )
+    world.write(f"{world.package}/user.py", "import OURS\nfrom PKG.core import free\nfree = OURS.kept\n")
     core = world.load("PKG.core")
     ours = world.load("OURS")
     ours.kept = core.free
@@ -83,3 +81,11 @@ def test_undo_gives_holders_the_original_back(world: World) -> None:
     assert user.free is not original
     patches.undo()
     assert user.free is user.alias is world.load("PKG.core").free is original
+
+
+def test_an_import_in_a_function_holds_nothing(world: World) -> None:
+    world.write(f"{world.package}/user.py", "from .core import free\n")
+    world.declare(world.entry(holders=["PKG.user"]))
+    assert (world.pin(), world.verify()) == (0, 0)
+    world.write(f"{world.package}/user.py", "def use():\n    from .core import free\n    return free\n")
+    assert (world.verify(), world.pin()) == (4, 3)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import pytest
 
 from afdpatch.registry import NotInEffect, PatchSet
+from afdpatch.registry.overrides import leads
 from tests.registry.conftest import World
 
 BASE = """
@@ -40,6 +42,16 @@ class Sub(Engine): ...
 
 
 class Near(Root): ...
+
+
+class Left(Root): ...
+
+
+class Other(Root):
+    def run(self, x): ...
+
+
+class Last(Left): ...
 """
 OURS = """
 LIMIT = SIZE = 99
@@ -85,13 +97,77 @@ DRIFT: dict[str, tuple[str, str | None, str]] = {
     "assigned by a loop": (RUN, None, FAST + "for Engine.run in (fast,): ..."),
     "deleted from its class": (RUN, None, "del Engine.run"),
     "assigned to a class that inherits it": ("PKG.core:Near.run", None, FAST + "Near.run = fast"),
-    "its class imported": (RUN, None, "from .fast import Engine"),
-    "its class by a star": (RUN, None, "from .fast import *"),
     "its class elsewhere": (RUN, "class Engine", "if sys:\n    from .fast import Engine\nclass Engine"),
     "its class twice": (RUN, "class Engine", "class Engine:\n    def run(self, x): ...\n\n\nclass Engine"),
     "a package beside the module": ("PKG.core:free", "core/__init__.py", "def free(x, scale=2): ..."),
     "a value of a subclass": (SIZE, "class Sub(Engine): ...", "class Sub(Engine):\n    SIZE = 4"),
     "a value of an object": (SIZE, INIT, f"{INIT}\n        self.SIZE = 4"),
+    "of a base's object": (RUN, "class Root:\n", "class Root:\n    def __init__(self):\n        self.run = len\n\n"),
+    "of an object, by a method under if": (
+        RUN,
+        INIT,
+        f"{INIT}\n\n    if sys:\n        def other(self): self.run = len",
+    ),
+    "of an object of another base": (
+        RUN,
+        "class Sub(Engine)",
+        "class Mixin:\n    def x(self): self.run = len\nclass Sub(Mixin, Engine)",
+    ),
+    "a known override comes between": ("PKG.core:Root.run", "class Last(Left)", "class Last(Left, Other)"),
+}
+# What a subclass does with a name that nothing else in the package binds.
+ONCE = {
+    "__getattribute__": "def __getattribute__(self, n): ...",
+    "unpacked": "only, more = len, len",
+    "an object's, unpacked": "def x(self): self.only, self.b = 1, 2",
+    "a loop": "for only in (len,): ...",
+    "imported over several lines": "from builtins import (\n        len as\n        only,\n    )",
+    "under a call": "only = staticmethod(len)",
+}
+DRIFT |= {
+    f"in a subclass: {name}": ("PKG.core:Engine.only", "class Sub(Engine): ...", f"class Sub(Engine):\n    {text}")
+    for name, text in ONCE.items()
+}
+BODY = ":\n    def run(self, x): ...\n"
+DEEP = ":\n        def run(self, x): ...\n"
+TRY = "try:\n    from {} import Engine\nexcept ImportError:\n    {}\nclass S(Engine)"
+# A new module's text: how a subclass may be written.
+SUBCLASSES = {
+    "a call among the bases": f"from .core import Engine\ndef mixin(): return object\nclass S(mixin(), Engine){BODY}",
+    "a comment among the bases": f"from .core import Engine\nclass S(\n    G,  # class (1)\n    Engine,\n){BODY}",
+    "a text among the bases": f"from .core import Engine\nclass S(G['a)'], Engine){BODY}",
+    "another name": f"from .core import Engine\nBase = Engine\nclass S(Base){BODY}",
+    "another name, annotated": f"from . import core\nBase: type = core.Engine  # it\nclass S(Base){BODY}",
+    "another name in a function": f"from . import core\ndef f():\n    B = core.Engine\n    class S(B){DEEP}",
+    "imported on under another name": f"from .again import Base\nclass S(Base){BODY}",
+    "assigned on under another name": f"from .again import Other\nclass S(Other){BODY}",
+    "its own name": f"from .core import Engine\nclass Engine(Engine){BODY}",
+    "twice of its own name": f"from .core import Engine\nclass Engine(Engine): ...\nclass Engine(Engine){BODY}",
+    "another name for checkers": "from typing import TYPE_CHECKING\nfrom .core import Engine as Base\n"
+    f"if TYPE_CHECKING:\n    class _B: ...\nelse:\n    _B = Base\nclass Engine(_B){BODY}",
+    "by a star": f"from .core import *\nclass S(Engine){BODY}",
+    "under another name by a star": f"from .again import *\nclass S(Base){BODY}",
+    "one of two": TRY.format(".core", "class Engine: ...") + BODY,
+    "the other of two": TRY.format("fast", "from .core import Engine") + BODY,
+    "made by a call": f"from .core import Engine\nclass S(as_embedding(Engine)){BODY}",
+    "generic": f"from .core import Engine\nclass S(Generic[T], Engine[T]){BODY}",
+    "in a function": f"def f():\n    from .core import Engine\n    class S(Engine){DEEP}",
+    "in a class": f"from .core import Engine\nclass O:\n    class B(Engine): ...\n    class S(B){DEEP}",
+    "of one in a class": f"from .core import Engine\nclass O:\n    class B(Engine): ...\nclass S(O.B){BODY}",
+    "assigned to it": "from .core import Engine\nclass S(Engine): ...\nS.run = len\n",
+    "below a class without": f"from .core import Sub\nclass A(Sub): ...\nclass B(A): ...\nclass C(B){BODY}",
+}
+# What stands at the end of PKG.core, and overrides nothing.
+NO_OVERRIDES = {
+    "a base without it comes first": (RUN, "class Deep(Near, Engine): ..."),
+    "a stub for checkers": (RUN, "class S(Engine):\n    if TYPE_CHECKING:\n        def run(self, x): ..."),
+    "an inherited target": ("PKG.core:Sub.run", "class Deep(Sub, Left): ..."),
+    "a base under an override": ("PKG.core:Root.run", "class Deep(Other): ..."),
+    "in brackets": (RUN, f"class S(G[Engine]){BODY}"),
+    "another class of its name": (
+        RUN,
+        f"class O:\n    class Engine: ...\n    class S(Engine){DEEP}",
+    ),
 }
 READ = {
     "default": (LIMIT, None, "def f(x=LIMIT): ..."),
@@ -132,6 +208,73 @@ def test_what_would_go_past_a_patch_is_drift_and_known_once_it_is_pinned(world: 
     pinned(world, target)
     edit(world, where, text)
     assert world.verify() == 4
+
+
+@pytest.mark.parametrize("text", ["from .fast import Engine", "from .fast import *"])
+def test_a_class_that_an_import_takes_the_place_of_has_moved(world: World, text: str) -> None:
+    pinned(world, RUN)
+    edit(world, None, text)
+    assert world.verify() == 3
+
+
+@pytest.mark.parametrize("name", SUBCLASSES)
+def test_an_override_is_seen_however_its_class_is_written(world: World, name: str) -> None:
+    world.write(f"{world.package}/again.py", "from .core import Engine as Base\nOther = Base\n")
+    pinned(world, RUN)
+    world.write(f"{world.package}/other.py", SUBCLASSES[name])
+    assert world.verify() == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "there"),
+    [
+        ("class Sub[T](Engine)", True),
+        ("class Sub[T: (int, str)](Engine)", True),
+        ("class Sub(a(b(c)), Engine)", True),
+        ("class Sub(Other): x = f(Engine)", False),
+        ("class Sub:\n    def f(self, x: Engine): ...", False),
+        ("text = 'class Sub(', Engine", False),
+    ],
+)
+def test_the_bases_in_the_text_of_a_class(text: str, there: bool) -> None:
+    """Type parameters are of Python 3.12."""
+    assert leads(text.encode(), b"Engine") is there
+
+
+@pytest.mark.parametrize("name", NO_OVERRIDES)
+def test_what_overrides_nothing_is_no_drift(world: World, name: str) -> None:
+    target, text = NO_OVERRIDES[name]
+    pinned(world, target)
+    edit(world, None, text)
+    assert world.verify() == 0
+
+
+def test_an_object_hides_a_cached_property_and_no_plain_one(world: World) -> None:
+    for decorator, expected in (("functools.cached_property", 4), ("property", 0)):
+        source = f"import functools\nclass Engine:\n    @{decorator}\n    def run(self): return 1\n"
+        world.write(f"{world.package}/core.py", source)
+        world.declare(world.entry(RUN))
+        assert (world.pin(), world.verify()) == (0, 0)
+        world.write(f"{world.package}/core.py", f"{source}    def __init__(self): self.run = 4\n")
+        assert world.verify() == expected
+
+
+def test_a_name_that_is_not_ascii_is_overridden(world: World) -> None:
+    world.write(f"{world.package}/core.py", "class Engiñe:\n    def largué(self, x): ...\n")
+    world.declare(world.entry("PKG.core:Engiñe.largué", id="a", replacement="OURS.patches:run"))
+    assert (world.pin(), world.verify()) == (0, 0)
+    world.write(
+        f"{world.package}/other.py", "from .core import Engiñe\nclass Ä(Engiñe): ...\nclass Ö(Ä):\n    largué = 1\n"
+    )
+    assert world.verify() == 4
+
+
+def test_a_long_line_is_searched_in_linear_time(world: World) -> None:
+    pinned(world, "PKG.core:Engine.only")
+    world.write(f"{world.package}/data.py", f"X = '{'only Engine ' * 60_000}'\n")
+    start = time.process_time()
+    assert world.verify() == 0
+    assert time.process_time() - start < 3
 
 
 @pytest.mark.parametrize("name", READ)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
+from afdpatch.registry import TargetDrifted
 from afdpatch.registry.source import SourceTree, SymbolAbsent, SymbolMoved
 from tests.registry.conftest import World
 
@@ -149,3 +151,197 @@ def test_in_a_diamond_the_class_below_the_common_base_counts_as_in_python(
     assert module.Both().run() == expected
     defined = SourceTree.at(world.package, world.site).resolve(f"{module.__name__}:Both.run").defined_as
     assert defined.rpartition(":")[2] == module.Both.run.__qualname__
+
+
+# Modules of a package; Python says where PKG.sub:Sub.run is defined.
+INHERITED: dict[str, dict[str, str]] = {
+    "no diamond": {
+        "sub": """
+            class P:
+                def run(self): ...
+            class Q:
+                def run(self): ...
+            class X1(P): ...
+            class X2(Q, P): ...
+            class Sub(X1, X2): ...
+        """
+    },
+    "imported, or defined": {
+        "fast": "class Base:\n    def run(self): ...",
+        "sub": """
+            try:
+                from .fast import Base
+            except ImportError:
+                class Base:
+                    def run(self): ...
+            class Sub(Base): ...
+        """,
+    },
+    "an import after the class": {
+        "fast": "class Base:\n    def run(self): ...",
+        "sub": """
+            class Base:
+                def run(self): ...
+            class Sub(Base): ...
+            from .fast import Base
+        """,
+    },
+    "an import before the class": {
+        "fast": "class Base:\n    def run(self): ...",
+        "sub": """
+            class Base:
+                def run(self): ...
+            from .fast import Base
+            class Sub(Base): ...
+        """,
+    },
+    "in a class": {
+        "sub": """
+            class Inner:
+                def run(self): ...
+            class Outer:
+                class Inner:
+                    def run(self): ...
+                class Sub(Inner): ...
+            Sub = Outer.Sub
+            class Sub(Outer.Sub): ...
+        """
+    },
+    "of a class in a class that inherits it": {
+        "sub": """
+            class Outer:
+                class Inner:
+                    def run(self): ...
+            class Other(Outer): ...
+            class Sub(Other.Inner): ...
+        """
+    },
+    "by the last of two stars": {
+        "a": "class Base:\n    def run(self): ...",
+        "b": "class Base:\n    def run(self): ...",
+        "c": "__all__ = []\nclass Base:\n    def run(self): ...",
+        "sub": "from .a import *\nfrom .b import *\nfrom .c import *\nclass Sub(Base): ...",
+    },
+    "by the last of two imports": {
+        "a": "class Base:\n    def run(self): ...",
+        "b": "class Base:\n    def run(self): ...",
+        "again": "from .a import Base\nfrom .b import Base",
+        "sub": "from .again import Base\nclass Sub(Base): ...",
+    },
+    "a stub for checkers": {
+        "sub": """
+            from typing import TYPE_CHECKING
+            class Base:
+                def run(self): ...
+            class Sub(Base):
+                if TYPE_CHECKING:
+                    def run(self, x): ...
+                if not TYPE_CHECKING:
+                    ...
+                else:
+                    def run(self, y): ...
+        """
+    },
+    "deleted from the class": {
+        "sub": """
+            class Base:
+                def run(self): ...
+            class Sub(Base):
+                def run(self): ...
+                del run
+        """
+    },
+    "of its own name": {
+        "sub": """
+            class Sub:
+                def run(self): ...
+            class Sub(Sub): ...
+            class Sub(Sub): ...
+            Base = Sub
+        """
+    },
+}
+
+
+@pytest.mark.parametrize("name", INHERITED)
+def test_what_a_class_inherits_is_found_where_python_finds_it(world: World, name: str) -> None:
+    tree = tree_of(world, **INHERITED[name])
+    symbol = tree.resolve(f"{world.package}.sub:Sub.run")
+    run = world.load("PKG.sub").Sub.run
+    assert (symbol.line, symbol.file) == (run.__code__.co_firstlineno, f"{run.__module__.replace('.', '/')}.py")
+
+
+def test_a_ladder_of_diamonds_is_climbed_once(world: World) -> None:
+    text = "class L0:\n    def run(self): ...\n"
+    for i in range(40):
+        text += f"class A{i}(L{i}): ...\nclass B{i}(L{i}): ...\nclass L{i + 1}(A{i}, B{i}): ...\n"
+    tree = tree_of(world, ladder=text)
+    start = time.process_time()
+    assert tree.resolve(f"{world.package}.ladder:L40.run").defined_as == f"{world.package}.ladder:L0.run"
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize("target", ["PKG.core:Sub.run", "PKG.core:free"])
+def test_a_base_of_another_package_that_comes_first_is_drift(world: World, target: str) -> None:
+    path = world.site / world.package / "core.py"
+    path.write_text(f"{path.read_text()}\n\nclass Sub(Engine): ...\n")
+    world.declare(world.entry(target, relies=["PKG.core:Sub.run"] if target.endswith("free") else []))
+    assert (world.pin(), world.verify()) == (0, 0)
+    world.core("class Sub(Engine)", "import threading\nclass Sub(threading.Thread, Engine)")
+    assert world.verify() == 4
+    with pytest.raises(TargetDrifted):
+        world.patchset().apply(role="red", process="worker")
+
+
+def test_a_base_that_gets_the_name_is_seen_at_run_time_too(world: World) -> None:
+    world.write(f"{world.package}/mixin.py", "class Mixin: ...\n")
+    world.write(
+        f"{world.package}/sub.py", "from .core import Engine\nfrom .mixin import Mixin\nclass S(Mixin, Engine): ..."
+    )
+    patches = world.patchset(world.entry(relies=["PKG.sub:S.run"]))
+    world.write(f"{world.package}/mixin.py", "class Mixin:\n    def run(self, x): ...\n")
+    assert world.verify() == 4
+    with pytest.raises(TargetDrifted):
+        patches.apply(role="red", process="worker")
+
+
+def test_a_stub_for_checkers_after_a_function_is_not_its_definition(world: World) -> None:
+    source = """
+        from typing import TYPE_CHECKING
+        def deco(f): return f
+        if not TYPE_CHECKING:
+            @deco
+            def free(x): return 1
+        else:
+            def free(x): ...
+    """
+    symbol = tree_of(world, stub=source).resolve(f"{world.package}.stub:free")
+    assert (symbol.decorators, symbol.line) == (1, 6)
+
+
+@pytest.mark.parametrize("guard", ["", "if 1:\n    "])
+def test_a_star_that_begins_to_give_the_name_later_is_seen(world: World, guard: str) -> None:
+    world.write(f"{world.package}/other.py", "")
+    path = world.site / world.package / "core.py"
+    path.write_text(f"{path.read_text()}\n\n{guard}from .other import *\n")
+    world.declare(world.entry(kind="official"))
+    assert (world.pin(), world.verify()) == (0, 0)
+    world.write(f"{world.package}/other.py", "def free(x, scale=2): ...\n")
+    assert world.verify() == (4 if guard else 3)
+
+
+@pytest.mark.parametrize("last", ["from .other import free", "from .first import free\nfrom .other import free"])
+def test_an_import_that_comes_last_is_what_counts(world: World, last: str) -> None:
+    world.write(f"{world.package}/first.py", "def free(): ...\n")
+    world.write(f"{world.package}/other.py", "def free(): ...\n")
+    tree = tree_of(world, mine=f"def free(): ...\n{last}\n")
+    with pytest.raises(SymbolMoved) as caught:
+        tree.resolve(f"{world.package}.mine:free")
+    assert caught.value.definition == f"{world.package}.other:free"
+
+
+def test_what_lies_beside_the_package_is_no_part_of_its_source(world: World) -> None:
+    world.write(f"{world.ours}/other.py", "class Base:\n    def run(self): ...\n")
+    tree = tree_of(world, sub="from OURS.other import Base\nclass Sub(Base): ...\n")
+    with pytest.raises(SymbolAbsent):
+        tree.resolve(f"{world.package}.sub:Sub.run")

@@ -1,0 +1,254 @@
+"""Classes as source has them: what the name of a base stands for, and the order in which Python looks through bases."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from afdpatch.registry import fingerprint
+from afdpatch.registry.scope import Binding, alias_of
+
+if TYPE_CHECKING:
+    from afdpatch.registry.source import SourceFile, SourceTree
+
+_CHECKING = r"\((?:Name id|Attribute attr)=str:'TYPE_CHECKING'"
+_FOR_CHECKERS = re.compile(rf"/If\.body \[?{_CHECKING}|/If\.orelse \[?\(UnaryOp op=\(Not\) operand={_CHECKING}")
+
+
+@dataclass(frozen=True)
+class Class:
+    """A class statement.
+
+    Attributes:
+        source: its file.
+        node: the statement.
+        around: the classes and functions around it, the outermost first.
+    """
+
+    source: SourceFile
+    node: ast.ClassDef
+    around: tuple[ast.AST, ...] = ()
+
+    @property
+    def qualname(self) -> str:
+        """Its qualified name."""
+        names = [
+            f"{_name(node)}.<locals>" if isinstance(node, fingerprint.Function) else _name(node) for node in self.around
+        ]
+        return ".".join([*names, self.node.name])
+
+    @property
+    def symbol(self) -> str:
+        """`module:Qualified.name`."""
+        return f"{self.source.module}:{self.qualname}"
+
+    def bound(self, name: str) -> list[Binding]:
+        """What gives the class an attribute of its own, in the order of the source; empty if it ends up without."""
+        found = self.source.scope(self.node).get(name, [])
+        ran = [item for item in found if runs(item)]
+        if ran and not isinstance(ran[-1].node, ast.Delete):
+            return found
+        assigned = self.source.assigned(f"{self.qualname}.{name}")
+        return assigned if any(not isinstance(item.node, ast.Delete) for item in assigned) else []
+
+
+def _name(node: ast.AST) -> str:
+    return str(getattr(node, "name", ""))
+
+
+def runs(binding: Binding) -> bool:
+    """Whether a statement runs: not what is there for type checkers only."""
+    return not _FOR_CHECKERS.search(binding.guard)
+
+
+def possible(found: Sequence[Binding], before: tuple[int, int] | None = None) -> list[Binding]:
+    """The bindings of a name that may be what it stands for, the likeliest first.
+
+    The last one comes first, what an `except` binds after the rest; an unconditional one ends them.
+
+    Args:
+        found: the bindings, in the order of the source.
+        before: line and column; what is bound there or later doesn't count.
+    """
+    kept: list[Binding] = []
+    for item in reversed(found):
+        if (before is None or _position(item.node) < before) and runs(item):
+            kept.append(item)
+            if not item.guard:
+                break
+    return sorted(kept, key=lambda item: "/Try.except" in item.guard)
+
+
+def _position(node: ast.stmt) -> tuple[int, int]:
+    return node.lineno, node.col_offset
+
+
+def lineage(tree: SourceTree, cls: Class) -> tuple[Class, ...]:
+    """A class and its bases in the order in which Python looks through them, as far as they can be followed."""
+    known = tree.lineages.get(cls)
+    if known is None:
+        tree.lineages[cls] = ((cls,), ())  # what leads back to itself has nothing more
+        with tree.asking() as asked:
+            above = bases(tree, cls)
+            order = (cls, *_merged([*(lineage(tree, base) for base in above), above]))
+        known = tree.lineages[cls] = order, tuple(asked)
+    for module in known[1]:
+        tree.file(module)
+    return known[0]
+
+
+def bases(tree: SourceTree, cls: Class) -> tuple[Class, ...]:
+    """The direct bases that can be followed."""
+    found = (next(named(tree, cls, base), None) for base in cls.node.bases)
+    return tuple(dict.fromkeys(base for base in found if base is not None and base != cls))
+
+
+def _merged(orders: Sequence[Sequence[Class]]) -> Iterator[Class]:
+    """Python's own merge, C3; where there is no order, which Python refuses, the first comes first."""
+    while orders := [order for order in orders if order]:
+        heads = (order[0] for order in orders)
+        head = next((head for head in heads if not any(head in order[1:] for order in orders)), orders[0][0])
+        yield head
+        orders = [[item for item in order if item != head] for order in orders]
+
+
+def named(tree: SourceTree, cls: Class, base: ast.expr) -> Iterator[Class]:
+    """The classes that one of a class's bases may be, the likeliest first; none if it can't be followed."""
+    yield from _visible(tree, cls.source, cls.around, dotted(base), _position(cls.node), frozenset())
+
+
+def mentioned(tree: SourceTree, cls: Class, base: ast.expr) -> Iterator[Class]:
+    """The classes that one of a class's bases may be made of: `f(Engine)` of Engine; what is in `[…]` doesn't count."""
+    todo: list[ast.AST] = [base]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Subscript):
+            todo.append(node.value)
+        elif isinstance(node, ast.expr) and dotted(node):
+            yield from named(tree, cls, node)
+        else:
+            todo += ast.iter_child_nodes(node)
+
+
+def dotted(node: ast.expr) -> list[str]:
+    """The names of `a.b.c` and of `a.b.c[…]`; empty for anything else."""
+    if isinstance(node, ast.Subscript):
+        node = node.value
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    return [node.id, *names] if isinstance(node, ast.Name) else []
+
+
+_Seen = frozenset[tuple[str, ...]]
+
+
+def _visible(
+    tree: SourceTree,
+    source: SourceFile,
+    around: tuple[ast.AST, ...],
+    names: Sequence[str],
+    before: tuple[int, int] | None,
+    seen: _Seen,
+) -> Iterator[Class]:
+    """The classes that a dotted name may stand for at a place in a module."""
+    if not names:
+        return
+    inner: tuple[ast.AST, ...] = around
+    while inner:
+        scope, inner_most = inner[-1], inner == around
+        if isinstance(scope, fingerprint.Function) or inner_most:  # a class's names are seen in its own body only
+            found = possible(source.scope(scope).get(names[0], []), before)
+            for item in found:
+                yield from _led(tree, source, inner, item, names, seen)
+            if found:
+                return
+        if isinstance(scope, fingerprint.Function):
+            before = None  # what is around has run when the function does
+        inner = inner[:-1]
+    for item in possible(bound(tree, source, names[0]), before):
+        yield from _led(tree, source, (), item, names, seen)
+
+
+def _led(
+    tree: SourceTree,
+    source: SourceFile,
+    around: tuple[ast.AST, ...],
+    binding: Binding,
+    names: Sequence[str],
+    seen: _Seen,
+) -> Iterator[Class]:
+    """The classes to which a binding of a dotted name's first name leads."""
+    node, rest = binding.node, names[1:]
+    if isinstance(node, ast.ClassDef):
+        yield from _attribute(tree, Class(source, node, around), rest, seen)
+    elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+        if all(isinstance(target, ast.Name) for target in getattr(node, "targets", ())):
+            yield from _visible(tree, source, around, _and(dotted(node.value), rest), _position(node), seen)
+    elif isinstance(node, ast.ImportFrom | ast.Import):
+        module, onward = imported(tree, source, node, names)
+        other = tree.file(module) if onward else None
+        key = (module, *onward)
+        if other is not None and key not in seen and other.parses:
+            yield from _visible(tree, other, (), onward, None, seen | {key})
+
+
+def _and(names: Sequence[str], rest: Sequence[str]) -> list[str]:
+    return [*names, *rest] if names else []
+
+
+def _attribute(tree: SourceTree, cls: Class, names: Sequence[str], seen: _Seen) -> Iterator[Class]:
+    if not names:
+        yield cls
+        return
+    for owner in lineage(tree, cls):
+        if found := possible(owner.bound(names[0])):
+            for item in found:
+                yield from _led(tree, owner.source, (*owner.around, owner.node), item, names, seen)
+            return
+
+
+def imported(
+    tree: SourceTree, source: SourceFile, node: ast.Import | ast.ImportFrom, names: Sequence[str]
+) -> tuple[str, Sequence[str]]:
+    """The module in which a dotted name goes on whose first name an import binds, and its names there."""
+    if isinstance(node, ast.ImportFrom):
+        module = source.absolute(node)
+        if node.names[0].name == "*":
+            return module, names
+        name = alias_of(node, names[0]).name
+        inner = f"{module}.{name}"
+        if tree.file(inner) is None:
+            return module, [name, *names[1:]]
+        path = [*inner.split("."), *names[1:]]
+    else:
+        alias = alias_of(node, names[0])
+        path = [*(alias.name if alias.asname else names[0]).split("."), *names[1:]]
+    for cut in range(len(path) - 1, 0, -1):
+        if tree.file(".".join(path[:cut])) is not None:
+            return ".".join(path[:cut]), path[cut:]
+    return ".".join(path), []
+
+
+def bound(tree: SourceTree, source: SourceFile, name: str) -> list[Binding]:
+    """The bindings of a name at a module's top level, those `import *` among them that give it."""
+    stars = [item for item in source.top("*") if name != "*" and _gives(tree, source, item, name, frozenset())]
+    if not stars:
+        return source.top(name)
+    return sorted([*source.top(name), *stars], key=lambda item: _position(item.node))
+
+
+def _gives(tree: SourceTree, source: SourceFile, star: Binding, name: str, seen: frozenset[str]) -> bool:
+    """Whether an `import *` gives a name."""
+    if not isinstance(star.node, ast.ImportFrom):
+        return False
+    other = tree.file(source.absolute(star.node))
+    if other is None or other.module in seen or not other.parses or not other.exports(name):
+        return False
+    return bool(other.top(name)) or any(
+        _gives(tree, other, item, name, seen | {other.module}) for item in other.top("*")
+    )
