@@ -206,7 +206,9 @@ def _family(owner: type) -> Iterator[type]:
 def _for_super(cell: CellType) -> bool:
     """Whether a cell is the one by which a class's methods know it."""
     closures = [item for item in gc.get_referrers(cell) if type(item) is tuple]
-    functions = [item for cells in closures for item in gc.get_referrers(cells) if type(item) is FunctionType]
+    functions: list[Any] = [
+        item for cells in closures for item in gc.get_referrers(cells) if type(item) is FunctionType
+    ]
     return any(
         name == "__class__" and item is cell
         for function in functions
