@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
@@ -138,7 +139,7 @@ def find(entry: Entry, module: ModuleType | None, symbol: Symbol, tree: SourceTr
         Unpatchable: it can't be patched soundly.
         NotInEffect: somebody holds the original and would go on using it.
     """
-    owner, place, name = _locate(entry, module)
+    owner, place, name = _locate(entry, module, symbol)
     # Counted before this frame holds the object too.
     plain = symbol.kind not in ("class", "value") and forms.form_of(vars(place)[name]) is not None
     excess = references.excess(place, name, function_of) if plain else 1
@@ -151,16 +152,16 @@ def find(entry: Entry, module: ModuleType | None, symbol: Symbol, tree: SourceTr
     original = function_of(raw)
     if below is not None and below.kind == "replace":
         return Target(owner, name, raw, original)  # its own module holds it by its own name
-    if symbol.kind == "class":
-        _check_left(entry, [item for item in references.module_names(raw) if not _rebound(entry, item)])
-    elif excess > sum(1 for item in references.module_names(original, entry.package) if _rebound(entry, item)):
+    rebound = [item for item in references.module_names(original, entry.package) if _rebound(entry, item)]
+    if symbol.kind == "class" or excess > len(rebound) or weakref.getweakrefcount(original):
         _check_left(entry, references.holders(original, place, name, _ours(entry), entry.holders))
     return Target(owner, name, raw, original)
 
 
-def _locate(entry: Entry, module: ModuleType | None) -> tuple[Any, Any, str]:
+def _locate(entry: Entry, module: ModuleType | None, symbol: Symbol) -> tuple[Any, Any, str]:
     """The target's owner, the module or class (the owner or a base of it) whose `__dict__` has it, and its name."""
-    *outer, name = entry.qualname.split(".")
+    outer = _mangled(entry.qualname)[:-1]
+    name = _mangled(symbol.defined_as.partition(":")[2])[-1]
     owner: Any = module
     try:
         for part in outer:
@@ -176,6 +177,17 @@ def _locate(entry: Entry, module: ModuleType | None) -> tuple[Any, Any, str]:
             found=f"{type(error).__name__}: {error}",
             todo="see what removes it at import",
         ) from error
+
+
+def _mangled(qualname: str) -> list[str]:
+    """The parts of a dotted name as they stand in each `__dict__`: Python gives private names that of their class."""
+    parts = qualname.split(".")
+    owners = ["", *(part.lstrip("_") for part in parts)]
+    private = [part.startswith("__") and not part.endswith("__") for part in parts]
+    return [
+        f"_{owner}{part}" if owner and hidden else part
+        for part, owner, hidden in zip(parts, owners, private, strict=False)
+    ]
 
 
 def _below(entry: Entry, raw: Any) -> Entry | None:
@@ -235,7 +247,9 @@ def _check_original(entry: Entry, raw: Any, symbol: Symbol, tree: SourceTree) ->
 def _value(entry: Entry, owner: Any, place: Any, name: str, symbol: Symbol, tree: SourceTree) -> Target:
     forms.check_field(entry, owner, name)
     raw = vars(place)[name]
-    stated = tree.constants(entry.module).get(name, raw) if "." not in entry.qualname else raw
+    source = tree.file(entry.module)
+    once = "." not in entry.qualname and source is not None and len(source.top(name)) == 1
+    stated = tree.constants(entry.module).get(name, raw) if once else raw
     if type(stated) is not type(raw) or repr(stated) != repr(raw):
         raise Conflict(
             "already changed",

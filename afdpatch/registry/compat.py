@@ -13,6 +13,7 @@ from afdpatch.registry.lock import Keeper, Lock
 from afdpatch.registry.manifest import Entry
 from afdpatch.registry.moved import Likeness, find_moved
 from afdpatch.registry.source import SourceTree, Symbol, SymbolAbsent, SymbolMoved
+from afdpatch.registry.unsound import why_unpatchable
 
 
 class Standing(str, Enum):
@@ -77,6 +78,9 @@ class View(Protocol):
     def keepers(self, target: Symbol, holders: tuple[str, ...]) -> tuple[Keeper, ...]:
         """Who else keeps the original of a target, or overrides it; a record of a release doesn't know."""
 
+    def unpatchable(self, target: Symbol) -> str | None:
+        """Why a target can't be patched soundly, or None; a record of a release doesn't know."""
+
 
 class TreeView:
     """A source tree as a `View`."""
@@ -105,6 +109,10 @@ class TreeView:
     def keepers(self, target: Symbol, holders: tuple[str, ...]) -> tuple[Keeper, ...]:
         """Who else keeps the original of a target, or overrides it."""
         return keepers_of(self.tree, target.name, target.kind, holders)
+
+    def unpatchable(self, target: Symbol) -> str | None:
+        """Why a target can't be patched soundly, or None."""
+        return why_unpatchable(self.tree, target)
 
 
 @dataclass(frozen=True)
@@ -222,6 +230,8 @@ def examine_entry(entry: Entry, lock: Lock, view: View) -> tuple[Part, ...]:
             for keeper in view.keepers(target, now)
             if keeper.kind != "import" and keeper.identity not in known
         ]
+        reason = view.unpatchable(target)
+        parts += [Part(entry.target, Standing.INTERFACE, f"it can't be patched soundly: {reason}")] if reason else []
     return tuple(parts)
 
 

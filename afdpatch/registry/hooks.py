@@ -6,6 +6,7 @@ the refusals; one that is reloaded, or imported anew, would lose its patches, he
 
 from __future__ import annotations
 
+import _frozen_importlib
 import importlib
 import sys
 import threading
@@ -43,27 +44,38 @@ class ImportHooks:
         Raises:
             PatchError: what the function raised for such a module.
         """
-        import wrapt
-
-        if name not in self._watched:
-            registering = threading.get_ident()
-
-            def hook(module: ModuleType) -> None:
-                # wrapt calls it at once if the import has begun, and the module may be half imported then.
-                if threading.get_ident() != registering:
-                    self._fire(name, module)
-
-            self._watched.add(name)
-            wrapt.register_post_import_hook(hook, name)
-            registering = 0
-        await_import(name)
-        module = sys.modules.get(name)
+        while True:
+            called = name not in self._watched and self._register(name)
+            await_import(name)
+            module = sys.modules.get(name)
+            if module is not None or not called:
+                break
+            self._watched.discard(name)  # the import that had begun has failed, and wrapt keeps no hook for the next
         if name in self._watched and module is not None:
             if _half_imported(module):
                 self._watched.discard(name)
                 return False
             self._fire(name, module)
         return True
+
+    def _register(self, name: str) -> bool:
+        """Registers the hook of a module; whether wrapt called it at once, for an import that has begun."""
+        import wrapt
+
+        registering = threading.get_ident()
+        called = False
+
+        def hook(module: ModuleType) -> None:
+            nonlocal called
+            if threading.get_ident() == registering:
+                called = True  # the module may be half imported
+            else:
+                self._fire(name, module)
+
+        self._watched.add(name)
+        wrapt.register_post_import_hook(hook, name)
+        registering = 0
+        return called
 
     def _fire(self, name: str, module: ModuleType) -> None:
         self._watched.discard(name)
@@ -156,6 +168,41 @@ class _Loader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
+
+
+class CallLock:
+    """A lock for whole calls: one thread at a time, which may enter it again, and may wait for imports.
+
+    It is a lock of the import system, which knows who waits for whom: an import that waits for a call which waits for
+    that import is an error of whoever comes last, not a deadlock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = _frozen_importlib._ModuleLock("afdpatch's calls")  # type: ignore[attr-defined]
+
+    def __enter__(self) -> None:
+        try:
+            self._lock.acquire()
+        except RuntimeError as error:
+            raise Conflict(
+                "called from within an import that another thread's arm() or apply() waits for",
+                expected="armed before that import begins, or after it ended",
+                found=str(error),
+                todo="import afdpatch earlier",
+            ) from error
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    @property
+    def mine(self) -> bool:
+        """Whether this thread is in a call."""
+        return bool(self._lock.owner == threading.get_ident())
+
+    @property
+    def held(self) -> bool:
+        """Whether any thread is in a call."""
+        return self._lock.owner is not None
 
 
 def _half_imported(module: ModuleType) -> bool:

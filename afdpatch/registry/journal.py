@@ -89,6 +89,7 @@ class Record:
         undo: for `install`, what takes it back.
         names: for a value that may be one object for many reasons, the names that hold it by `from … import`, by
             module; None: every name that holds the object.
+        alike: of such a value, the names that held one like ours before ours was put in effect.
         past: of a module whose code ran again, what the target was before, and what stood in its place.
         broken: its module's code ran again, and the entry could not be put in effect again.
     """
@@ -99,8 +100,14 @@ class Record:
     slots: list[Slot] = field(default_factory=list)
     undo: Callable[[], object] | None = None
     names: Mapping[str, tuple[str, ...]] | None = None
+    alike: frozenset[tuple[str, str]] = frozenset()
     past: list[tuple[Any, Any]] = field(default_factory=list)
     broken: bool = False
+
+    def __post_init__(self) -> None:
+        after = self.slots[0].after if self.slots else MISSING
+        modules = [sys.modules[name] for name in self.names or () if name in sys.modules]
+        self.alike = frozenset((item.__name__, name) for item in modules for name in self._names_of(item, after))
 
     @property
     def entry_id(self) -> str:
@@ -138,6 +145,7 @@ class Record:
     def adopt(self, before: Record) -> None:
         """Takes over what the entry changed before its module's code ran again: holders and old classes keep ours."""
         self.slots += before.outside(self.module)
+        self.alike = before.alike
         self.past += [*before.past, (before.original, before.slots[0].after)] if before.slots else before.past
 
     def break_off(self, module: ModuleType) -> None:
@@ -158,7 +166,8 @@ class Record:
         for _, module in references.loaded(self.module.__name__.partition(".")[0]):
             for original, ours in [*own, *self.past]:
                 for name in self._names_of(module, ours):
-                    setattr(module, name, original)
+                    if (module.__name__, name) not in self.alike:
+                        setattr(module, name, original)
 
 
 _LOCK = threading.RLock()

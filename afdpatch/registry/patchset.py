@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 from afdpatch.registry.attest import start_method
 from afdpatch.registry.errors import Conflict, NotInEffect, OtherVersion, PatchError
 from afdpatch.registry.forms import describe, owner_of
-from afdpatch.registry.hooks import ImportHooks, await_import, imported_module
+from afdpatch.registry.hooks import CallLock, ImportHooks, await_import, imported_module
 from afdpatch.registry.identity import identify
 from afdpatch.registry.journal import MISSING, Journal, Record
 from afdpatch.registry.lock import Lock
@@ -39,7 +38,7 @@ class PatchSet:
     def __init__(self, lock: Callable[[], Lock | None]) -> None:
         self._find_lock = lock
         self._lock: Lock | None = None
-        self._calls = threading.RLock()
+        self._calls = CallLock()
         self._journal = Journal()
         self._hooks = ImportHooks(self._imported, self._again)
         self._armed = False
@@ -55,9 +54,11 @@ class PatchSet:
     @staticmethod
     def _forked(patches: PatchSet | None) -> None:
         """In a forked process: a call that another thread was in never ends here."""
-        if patches is None or patches._calls.acquire(blocking=False):
-            return None if patches is None else patches._calls.release()
-        patches._calls = threading.RLock()
+        if patches is None or patches._calls.mine:
+            return
+        held, patches._calls = patches._calls.held, CallLock()
+        if not held:
+            return
         error = PatchError(
             "forked while another thread was putting the set in effect", todo="fork before or afterwards"
         )

@@ -6,17 +6,30 @@ an instance, a cache or an alias in a class keep an original as well, and assign
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import sys
-from collections.abc import Callable, Collection, Iterator
-from types import FrameType, FunctionType, MethodType, ModuleType
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import (
+    CellType,
+    FrameType,
+    FunctionType,
+    GenericAlias,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    UnionType,
+)
 from typing import Any
 
 DEPTH = 8
 """How many containers are climbed from an object to a name; what lies deeper counts as a holder that isn't known."""
 CLIMBS = 200
 """How many objects are asked for their holders in one search, so that it ends; what is left counts likewise."""
+_CACHE = type(functools.lru_cache(len))
 _KINDS: dict[type, str] = {
     functools.partial: "functools.partial",
     functools.partialmethod: "functools.partialmethod",
@@ -25,9 +38,10 @@ _KINDS: dict[type, str] = {
     classmethod: "classmethod",
     property: "property",
     functools.cached_property: "cached_property",
-    type(functools.lru_cache(len)): "functools cache",
+    _CACHE: "functools cache",
 }
 _PASSING = ("generator", "list_iterator", "tuple_iterator", "dict_itemiterator", "coroutine", "async_generator")
+_TYPING = ("typing", "typing_extensions")
 _OWN = ""
 """Stands for the slot itself among the names."""
 _CONTAINERS = ("list", "tuple", "set", "frozenset", "deque", "cell", "mappingproxy", "OrderedDict", "defaultdict")
@@ -59,6 +73,9 @@ def holders(
 ) -> list[str]:
     """Everything that holds an object, beside its slot, each in a few words.
 
+    A weak reference counts too: what is put in the object's place keeps it alive. Of a class neither they do, since its
+    bases have one, nor what it is made of, subclasses, instances and annotations.
+
     Frames are not counted, nor are containers that only frames hold: the locals of a running function. A search that
     comes to its limits says so as one more holder: it never passes for a complete one.
 
@@ -70,7 +87,10 @@ def holders(
         swept: modules whose names for the object are rebound, and don't count.
     """
     search = _Search(owner, name, ignored, swept)
-    return sorted(set(search.climb(value, "", DEPTH)) - {_OWN})
+    found = set(search.climb(value, "", DEPTH))
+    for reference in () if isinstance(value, type) else weakref.getweakrefs(value):
+        found |= set(search.climb(reference, "weak reference, ", DEPTH))
+    return sorted(found - {_OWN})
 
 
 class _Search:
@@ -101,7 +121,7 @@ class _Search:
 
     def _held_by(self, referrer: Any, value: object, via: str, depth: int) -> Iterator[str]:
         kind = type(referrer)
-        if kind.__module__.startswith("afdpatch.registry"):
+        if kind.__module__.startswith("afdpatch.registry") or (isinstance(value, type) and _part(referrer, value)):
             return
         if isinstance(referrer, ModuleType):
             return  # its namespace, a dictionary, is a referrer too
@@ -109,11 +129,11 @@ class _Search:
             yield from self._class(referrer, value, via)
         elif isinstance(referrer, FunctionType):
             module = str(referrer.__globals__.get("__name__", ""))
-            own = referrer.__globals__ is value or self._ignored(module) or referrer is value
-            if not own:
+            # What else it refers to: its namespace, a dictionary of its own, its annotations as they were written.
+            if (value is referrer.__defaults__ or value is referrer.__closure__) and not self._ignored(module):
                 yield f"{via}a default argument or closure of {module}.{referrer.__qualname__}"
         elif kind in _KINDS:
-            if id(referrer) in self._seen:
+            if id(referrer) in self._seen or _only_says(referrer, value):
                 return  # found by its other way: it refers to what it holds itself, or by its `__dict__`
             inner = list(self.climb(referrer, f"{via}{_KINDS[kind]}, ", depth - 1))
             yield from inner or [f"{via}{_KINDS[kind]} that has no name"]
@@ -122,12 +142,11 @@ class _Search:
         elif kind.__name__ in _CONTAINERS:
             what = "" if kind.__name__ in ("cell", "mappingproxy") else f"{kind.__name__}, "
             yield from self.climb(referrer, via + what, depth - 1)
-        else:
+        elif not _only_says(referrer, value):
             yield f"{via}an attribute of an object of {kind.__module__}.{kind.__qualname__}"
 
     def _class(self, owner: type, value: object, via: str) -> Iterator[str]:
-        names = [name for name, held in list(vars(owner).items()) if held is value]
-        for name in names:
+        for name in _names(vars(owner), value):
             if owner is self._owner and name == self._name:
                 yield _OWN
             elif not self._ignored(owner.__module__):
@@ -136,7 +155,7 @@ class _Search:
     def _dict(self, referrer: dict[Any, Any], value: object, via: str, depth: int) -> Iterator[str]:
         module = referrer.get("__name__")
         if isinstance(module, str) and vars(sys.modules.get(module, object)) is referrer:
-            for name in [name for name, held in list(referrer.items()) if held is value]:
+            for name in _names(referrer, value):
                 own = sys.modules[module] is self._owner and name == self._name
                 if own or not (self._ignored(module) or (not via and module in self._swept)):
                     yield _OWN if own else f"{via}{module}.{name}"
@@ -151,17 +170,60 @@ class _Search:
                 return
             if isinstance(above, FunctionType):
                 home = str(above.__globals__.get("__name__", ""))
-                if not self._ignored(home):
+                if not (self._ignored(home) or above.__annotations__ is referrer):
                     yield f"{via}an attribute of {home}.{above.__code__.co_name}"
                 return
             if vars_of(above) is referrer and type(above) in _KINDS:
                 yield from self._held_by(above, value, via, depth)
                 return
             if vars_of(above) is referrer:
-                if not type(above).__module__.startswith("afdpatch.registry"):
+                if not (type(above).__module__.startswith("afdpatch.registry") or _only_says(above, value)):
                     yield f"{via}an attribute of an object of {type(above).__module__}.{type(above).__qualname__}"
                 return
         yield from self.climb(referrer, f"{via}dict{key}, ", depth - 1)
+
+
+def _names(namespace: Mapping[str, Any], value: object) -> list[str]:
+    return [name for name, held in list(namespace.items()) if held is value and name != "__annotations__"]
+
+
+def _part(referrer: Any, owner: type) -> bool:
+    """Whether it refers to a class since it is a part, a subclass or an instance of it."""
+    kind = type(referrer)
+    if kind is tuple:
+        return any(referrer is bases for item in _family(owner) for bases in (item.__mro__, item.__bases__))
+    if kind in (GetSetDescriptorType, MemberDescriptorType):
+        return referrer.__objclass__ is owner
+    return kind is owner or (kind is CellType and _for_super(referrer))
+
+
+def _family(owner: type) -> Iterator[type]:
+    yield owner
+    for item in type.__subclasses__(owner):
+        yield from _family(item)
+
+
+def _for_super(cell: CellType) -> bool:
+    """Whether a cell is the one by which a class's methods know it."""
+    closures = [item for item in gc.get_referrers(cell) if type(item) is tuple]
+    functions: list[Any] = [
+        item for cells in closures for item in gc.get_referrers(cells) if type(item) is FunctionType
+    ]
+    return any(
+        name == "__class__" and item is cell
+        for function in functions
+        for name, item in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    )
+
+
+def _only_says(referrer: Any, value: object) -> bool:
+    """Whether it holds a class as an annotation does, or typing's cache of annotations: nobody calls it from there."""
+    kind = type(referrer)
+    if kind is dataclasses.Field:
+        return value is referrer.type and value is not referrer.default_factory
+    if kind in (GenericAlias, UnionType) or kind.__module__ in _TYPING:
+        return getattr(referrer, "__origin__", None) is not value
+    return kind is _CACHE and getattr(referrer, "__module__", "") in _TYPING
 
 
 def module_names(value: object, package: str | None = None) -> list[str]:

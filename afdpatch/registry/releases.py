@@ -156,6 +156,10 @@ class Release:
         """None: a record has symbols and holders. `compat` with the release's source sees more."""
         return ()
 
+    def unpatchable(self, target: Symbol) -> str | None:
+        """None, likewise."""
+        return None
+
 
 def release_path(manifest: Path, version: str) -> Path:
     """Where the record of a release is, for a manifest's file."""

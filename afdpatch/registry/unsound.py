@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from afdpatch.registry.fingerprint import Function
+from afdpatch.registry.scope import alias_of
 from afdpatch.registry.source import SourceFile, SourceTree, Symbol, SymbolAbsent
 
 REASONS: dict[str, str] = {
@@ -23,7 +24,7 @@ MADE = {
     "cache": "functools._lru_cache_wrapper",
     "singledispatchmethod": "functools.singledispatchmethod",
 }
-"""Decorators that leave another object than a function, by their last name."""
+"""Decorators that leave another object than a function, by the last name of where they are defined."""
 FIELDS = {
     "Enum": "an enumeration",
     "IntEnum": "an enumeration",
@@ -44,11 +45,13 @@ def why_unpatchable(tree: SourceTree, symbol: Symbol) -> str | None:
         symbol: the target as that source has it.
     """
     try:
-        node = tree.nodes(symbol.defined_as)[1][-1]
+        home, nodes = tree.nodes(symbol.defined_as)
     except SymbolAbsent:
         return None
+    node = nodes[-1]
     if isinstance(node, Function):
-        made = next((MADE[name] for name in map(last_name, node.decorator_list) if name in MADE), None)
+        names = [_origin(tree, home, decorator) for decorator in node.decorator_list]
+        made = next((MADE[name] for name in names if name in MADE), None)
         return made and f"an object of {made}: {REASONS[made]}"
     owner, _, name = symbol.defined_as.rpartition(".")
     if symbol.kind != "value" or ":" not in owner:
@@ -66,10 +69,10 @@ def fields_of(tree: SourceTree, owner: str) -> str | None:
         return None
     for item in classes:
         for base in item.node.bases:
-            if last_name(base) in FIELDS:
-                return FIELDS[last_name(base)]
+            if (name := _origin(tree, item.source, base)) in FIELDS:
+                return FIELDS[name]
         for decorator in item.node.decorator_list:
-            if last_name(decorator) == "dataclass" or _makes_dataclasses(tree, item.source, decorator):
+            if _origin(tree, item.source, decorator) == "dataclass" or _makes_dataclasses(tree, item.source, decorator):
                 return "a dataclass"
     return None
 
@@ -89,6 +92,30 @@ def _makes_dataclasses(tree: SourceTree, source: SourceFile, decorator: ast.expr
         if isinstance(node, Function)
         for item in node.decorator_list
     )
+
+
+def _origin(tree: SourceTree, source: SourceFile, node: ast.expr, seen: tuple[str, ...] = ()) -> str:
+    """The last name of what a decorator or a base is: `cache` of `functools.cache`, and of `memo` if that is it.
+
+    Imports of a plain name are followed, and assignments to it; what the package defines itself has no such name.
+    """
+    if isinstance(node, ast.Call | ast.Subscript):
+        return _origin(tree, source, node.func if isinstance(node, ast.Call) else node.value, seen)
+    if not isinstance(node, ast.Name):
+        return last_name(node)
+    where = tree.definition(source.module, node.id)
+    module, _, name = where.partition(":")
+    home = tree.file(module)
+    bound = [item.node for item in home.top(name)] if home is not None else []
+    if home is None or not bound:
+        return name
+    found = ""
+    for statement in bound if where not in seen else ():
+        if isinstance(statement, ast.ImportFrom):
+            found = alias_of(statement, name).name or found
+        elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+            found = _origin(tree, home, statement.value, (*seen, where)) or found
+    return found
 
 
 def last_name(node: ast.expr) -> str:

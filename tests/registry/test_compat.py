@@ -73,6 +73,20 @@ def test_what_keeps_or_overrides_a_target_in_a_source_is_told(
     assert [name for name, standing in patches.items() if standing != "same"] == ["core.engine-run"]
 
 
+def test_a_target_that_its_class_s_base_makes_a_field_is_no_longer_the_same(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.write(f"{world.package}/base.py", "class B: ...\n")
+    world.write(f"{world.package}/core.py", "from .base import B\nclass Engine(B):\n    SIZE: int = 3\n")
+    world.declare(world.entry("PKG.core:Engine.SIZE", kind="replace"))
+    assert world.pin() == 0
+    assert matrix(world, capsys, str(world.site))[0] == 0
+    world.write(f"{world.package}/base.py", "from pydantic import BaseModel as Model\nclass B(Model): ...\n")
+    assert world.verify() == 2
+    code, found = matrix(world, capsys, str(world.site))
+    assert (code, [*found.values()]) == (4, [{"core.engine-size": "interface"}])
+
+
 def change(world: World) -> None:
     """One patch for each standing."""
     world.core("(2 if twice else 1)", "(3 if twice else 1)")

@@ -96,6 +96,107 @@ def test_who_holds_the_original_is_named_and_nothing_is_changed(zoo: World, name
     del holder
 
 
+# How somebody may hold the class zoo.Alone: (code, who is named)
+KEPT_CLASS: dict[str, tuple[str, str]] = {
+    "other name": ("other = zoo.Alone", r"PKG_user\.other"),
+    "table": ("T = {'alone': zoo.Alone}", r"dict\['alone'\], PKG_user\.T"),
+    "table by class": ("T = {zoo.Alone: 1}", r"dict, PKG_user\.T"),
+    "default argument": ("def use(c=zoo.Alone): ...", "closure of PKG_user.use"),
+    "closure": ("def outer(c):\n    return lambda: c()\nuse = outer(zoo.Alone)", "closure of PKG_user.outer"),
+    "partial": ("import functools\nuse = functools.partial(zoo.Alone)", "functools.partial, PKG_user.use"),
+    "class attribute": ("class C:\n    made = zoo.Alone", "PKG_user.C.made"),
+    "instance attribute": ("class C: ...\nc = C()\nc.made = zoo.Alone", "an object of PKG_user.C"),
+    "a field's default": (
+        "import dataclasses as d\n@d.dataclass\nclass D:\n    made: type = d.field(default_factory=zoo.Alone)\n"
+        "del D.__init__",
+        "an object of dataclasses.Field",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT_CLASS)
+def test_who_holds_a_class_that_is_replaced_is_named(zoo: World, name: str) -> None:
+    code, named = KEPT_CLASS[name]
+    zoo.write(f"{zoo.package}_user.py", f"from PKG import zoo\n{code}\n")
+    patches = zoo.patchset(entry(zoo, "Alone", "OURS.classes:Alone", kind="replace"))
+    module, user = zoo.load("PKG.zoo"), zoo.load("PKG_user")
+    before = module.Alone
+    with pytest.raises(NotInEffect, match=zoo.text(named)):
+        patches.apply(role="red", process="worker")
+    assert module.Alone is before
+    del user
+
+
+def test_a_class_that_a_decorator_takes_into_a_table_is_held(world: World) -> None:
+    source = "TABLE = {}\ndef register(c):\n    TABLE[c.__name__] = c\n    return c\n@register\nclass Alone: ...\n"
+    world.write(f"{world.package}/core.py", source)
+    world.write(f"{world.ours}/patches.py", "from PKG.core import Alone\nclass Alone(Alone): ...\n")
+    patches = world.patchset(world.entry("PKG.core:Alone", kind="replace"))
+    with pytest.raises(NotInEffect, match=r"dict\['Alone'\], target_\d+\.core\.TABLE"):
+        patches.apply(role="red", process="worker")
+
+
+def test_what_a_class_is_made_of_and_what_only_says_its_name_does_not_count(world: World) -> None:
+    source = """
+    import abc, dataclasses, typing
+    T = typing.TypeVar("T")
+    class Root(abc.ABC, typing.Generic[T]):
+        def __init__(self): self.kept = 1
+    class Alone(Root[int]):
+        __slots__ = ("more",)
+        def __init__(self):
+            super().__init__()
+            self.inner = lambda: __class__
+        @property
+        def prop(self): return super().__repr__()
+        @classmethod
+        def made(cls: "typing.Type[Alone]"): return cls()
+    def use(one: Alone, two: typing.Optional[Alone] = None, *, more: list[Alone] = ()) -> Alone | None: ...
+    @dataclasses.dataclass
+    class Data:
+        one: Alone
+        two: typing.Optional[Alone] = None
+    number: Alone
+    """
+    world.write(f"{world.package}/core.py", source)
+    world.write(f"{world.ours}/patches.py", "from PKG.core import Alone\nclass Alone(Alone): ...\n")
+    patches = world.patchset(world.entry("PKG.core:Alone", kind="replace"))
+    core = world.load("PKG.core")
+    assert core.use.__annotations__ and core.Data.__init__.__annotations__ and issubclass(core.Alone, core.Root)
+    before = core.Alone
+    patches.apply(role="red", process="worker")
+    assert core.Alone is world.load("OURS.patches").Alone
+    patches.undo()
+    assert core.Alone is before
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "T = weakref.WeakValueDictionary(f=zoo.plain)",
+        "T = weakref.WeakSet([zoo.plain])",
+        "T = weakref.ref(zoo.plain)",
+        "T = [weakref.proxy(zoo.plain)]",
+        "b = zoo.Base()\nT = weakref.WeakMethod(b.method)",
+        "def use(f=weakref.ref(zoo.plain)): ...",
+    ],
+)
+def test_who_holds_a_weak_reference_is_named_since_ours_keeps_the_original_alive(zoo: World, code: str) -> None:
+    target = "Base.method" if "Method" in code else "plain"
+    zoo.write(f"{zoo.package}_user.py", f"import weakref\nfrom PKG import zoo\n{code}\n")
+    patches = zoo.patchset(entry(zoo, target))
+    user = zoo.load("PKG_user")
+    with pytest.raises(
+        NotInEffect,
+        match="weak reference, .*(PKG_user|WeakValueDictionary|WeakSet|WeakMethod)".replace("PKG", zoo.package),
+    ):
+        patches.apply(role="red", process="worker")
+    if hasattr(user, "T"):
+        del user.T
+        patches.undo()
+        patches.apply(role="red", process="worker")
+
+
 def test_without_those_holders_the_same_targets_are_patched(zoo: World) -> None:
     names = {
         "plain": None,

@@ -197,3 +197,63 @@ def test_one_object_for_two_targets_is_refused(zoo: World) -> None:
     with pytest.raises(Conflict, match="stands in another target"):
         patches.apply(role="red", process="worker")
     assert zoo.load("PKG.zoo").TABLE is table
+
+
+CACHES = {
+    "renamed by its import": "from functools import cache as memo",
+    "a name of the module": "import functools\nmemo = functools.lru_cache(maxsize=None)",
+    "a name of another module": "from .other import memo",
+    "one of two": "try:\n    from functools import cache as memo\nexcept ImportError:\n    memo = None",
+}
+
+
+@pytest.mark.parametrize("code", CACHES.values(), ids=CACHES)
+def test_a_cache_by_another_name_is_refused_by_source_too(world: World, code: str) -> None:
+    world.write(f"{world.package}/other.py", "import functools\nmemo = functools.cache\n")
+    world.write(f"{world.package}/core.py", f"{code}\n@memo\ndef free(x, scale=2): ...\n")
+    patches = world.patchset(world.entry())
+    assert world.verify() == 2
+    with pytest.raises(Unpatchable, match="cache_clear"):
+        patches.apply(role="red", process="worker")
+
+
+def test_a_decorator_of_the_package_that_is_named_like_a_cache_is_none(world: World) -> None:
+    inner = "    @functools.wraps(f)\n    def g(*a, **k): return f(*a, **k)\n    return g\n"
+    source = f"import functools\ndef cache(f):\n{inner}"
+    world.write(f"{world.package}/core.py", f"{source}@cache\ndef free(x, scale=2): return x\n")
+    patches = world.patchset(world.entry())
+    assert world.verify() == 0
+    patches.apply(role="red", process="worker")
+    assert world.load("PKG.core").free(1) == ("ours", 1)
+
+
+def test_a_private_method_is_patched_under_the_name_that_python_gives_it(world: World) -> None:
+    source = (
+        "class _Engine:\n    def __run(self, x, *, twice=False): return x\n    def use(self): return self.__run(1)\n"
+    )
+    world.write(f"{world.package}/core.py", f"{source}class Sub(_Engine): ...\n")
+    entries = [
+        world.entry(f"PKG.core:{owner}.__run", id=f"core.{owner.strip('_').lower()}", replacement="OURS.patches:run")
+        for owner in ("_Engine", "Sub")
+    ]
+    for one, uses in zip(entries, ((("ours", 1), ("ours", 1)), (1, ("ours", 1))), strict=True):
+        patches = world.patchset(one)
+        assert world.verify() == 0
+        core = world.load("PKG.core")
+        before = dict(vars(core._Engine)), dict(vars(core.Sub))
+        patches.apply(role="red", process="worker")
+        assert (core._Engine().use(), core.Sub().use()) == uses
+        patches.undo()
+        assert (dict(vars(core._Engine)), dict(vars(core.Sub))) == before
+
+
+@pytest.mark.parametrize("code", ["LIMIT = 3\ntry:\n    LIMIT = 4\nexcept ValueError: ...", "LIMIT = 3\nLIMIT += 1"])
+def test_a_value_of_two_statements_is_what_the_module_made_of_them(world: World, code: str) -> None:
+    world.write(f"{world.package}/core.py", f"{code}\n")
+    world.write(f"{world.ours}/patches.py", "LIMIT = 99\n")
+    patches = world.patchset(world.entry("PKG.core:LIMIT", kind="replace"))
+    assert world.verify() == 0
+    patches.apply(role="red", process="worker")
+    assert world.load("PKG.core").LIMIT == 99
+    patches.undo()
+    assert world.load("PKG.core").LIMIT == 4

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import threading
+import time
 from typing import Any
 
 import pytest
 
-from afdpatch.registry import State
+from afdpatch.registry import Conflict, State
 from tests.registry.conftest import World, always
 
 HOLDER = "from PKG.core import free\nfrom PKG.core import free as alias\ndef use(): return free(1), alias(1)\n"
@@ -72,6 +73,95 @@ def test_an_import_that_begins_while_the_hook_is_registered_is_waited_for(
     thread.join(30)
     assert world.load("PKG.core").free(1) == ("ours", 8)
     assert patches.states() == {"core.free": State.APPLIED}
+
+
+def test_an_import_that_fails_while_the_hook_is_registered_leaves_a_hook_for_the_next(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wrapt
+
+    world.core("LIMIT = 3", f"import {world.ours} as o\no.begun.set()\no.go_on.wait(30)\no.first()\nLIMIT = 3")
+    patches = world.patchset(always(world))
+    ours = world.load("OURS")
+    ours.begun, ours.go_on = threading.Event(), threading.Event()
+
+    def fails() -> None:
+        ours.first = int
+        raise OSError("once")
+
+    ours.first = fails
+
+    def importing() -> None:
+        with pytest.raises(OSError):
+            world.load("PKG.core")
+
+    thread = threading.Thread(target=importing, daemon=True)
+    real = wrapt.register_post_import_hook
+
+    def register(hook: Any, name: str) -> None:
+        if thread.ident is None:
+            thread.start()
+            assert ours.begun.wait(30)
+        real(hook, name)
+        ours.go_on.set()
+
+    monkeypatch.setattr(wrapt, "register_post_import_hook", register)
+    patches.arm()
+    thread.join(30)
+    assert patches.states() == {"core.free": State.PENDING}
+    assert world.load("PKG.core").free(1) == ("ours", 8)
+
+
+@pytest.mark.parametrize("first", ["apply", "import"])
+@pytest.mark.parametrize("call", ["arm", "apply", "undo", "require"])
+def test_a_module_that_calls_the_set_while_another_thread_s_call_waits_for_it_is_an_error(
+    world: World, call: str, first: str
+) -> None:
+    # The other thread waits for a module that imports the one whose code calls the set; or is about to.
+    world.write(f"{world.package}/inner.py", "import OURS\nOURS.call()\n")
+    world.core("LIMIT = 3", f"import {world.package}.inner\nLIMIT = 3")
+    install = world.entry(kind="install", replacement="OURS.patches:install", id="core.install")
+    world.write(f"{world.ours}/patches.py", "import OURS\ndef install():\n    OURS.installing()\n    return int\n")
+    patches = world.patchset(install)
+    ours = world.load("OURS")
+    calling, holding = threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def quietly(action: Any) -> None:
+        try:
+            action()
+        except Exception as error:
+            errors.append(error)
+
+    def called() -> None:  # in the import
+        calling.set()
+        assert holding.wait(30)
+        if first == "apply":
+            time.sleep(0.2)
+        quietly(lambda: getattr(patches, call)(**({"role": "red", "process": "worker"} if call == "apply" else {})))
+
+    def installing() -> None:  # in apply
+        holding.set()
+        if first == "import":
+            time.sleep(0.2)
+        world.load("PKG.core")
+
+    ours.call, ours.installing = called, installing
+    importing = threading.Thread(target=quietly, args=(lambda: world.load("PKG.core"),), daemon=True)
+    importing.start()
+    assert calling.wait(30)
+    apply = {"role": "red", "process": "worker"}
+    applying = threading.Thread(target=quietly, args=(lambda: patches.apply(**apply),), daemon=True)
+    applying.start()
+    for thread in (applying, importing):
+        thread.join(30)
+    assert not applying.is_alive() and not importing.is_alive()
+    if first == "apply":
+        assert [type(error) for error in errors] == [Conflict]
+        assert "from within an import that another thread" in str(errors[0])
+        assert patches.states() == {"core.install": State.APPLIED}
+    else:
+        assert "deadlock" in str(errors[0])
 
 
 def test_an_import_past_the_hook_is_seen_when_it_is_registered(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
@@ -61,6 +62,39 @@ def test_a_slot_that_cannot_be_filled_restores_those_before_it(world: World) -> 
     assert user.free is before["free"]
     assert vars(world.load("PKG.strict").Last)["run"] is run
     assert world.load("OURS.patches").log == ["installed", "removed"]
+
+
+@pytest.mark.parametrize("how", ["undo", "failure"])
+def test_a_name_that_had_a_value_like_ours_before_keeps_it(world: World, how: str) -> None:
+    world.core("LIMIT = 3", "LIMIT = 3\nFLAG = False")
+    world.write(f"{world.package}/user.py", "from .core import FLAG\nFLAG = True\n")
+    world.write(f"{world.package}/other.py", "from .core import FLAG\n")
+    world.write(f"{world.ours}/values.py", "FLAG = True\n")
+    flag = world.entry(
+        "PKG.core:FLAG", kind="replace", replacement="OURS.values:FLAG", holders=["PKG.user", "PKG.other"]
+    )
+    last = world.entry(replacement="OURS.patches:late")
+    late = "def late(original):\n    def free(x, scale=2): ...\n    return free\n"
+    world.write(f"{world.ours}/patches.py", late)
+    patches = world.patchset(flag, last)
+    user, other, core = (world.load(f"PKG.{name}") for name in ("user", "other", "core"))
+    if how == "failure":
+        core.__class__ = type("Strict", (type(core),), {"__setattr__": refuse_free})
+        with pytest.raises(PatchError, match="RuntimeError: no"):
+            patches.apply(role="red", process="worker")
+    else:
+        patches.apply(role="red", process="worker")
+        assert (core.FLAG, other.FLAG, user.FLAG) == (True, True, True)
+        importlib.reload(core)
+        assert (core.FLAG, other.FLAG, user.FLAG) == (True, True, True)
+        patches.undo()
+    assert (core.FLAG, other.FLAG, user.FLAG) == (False, False, True)
+
+
+def refuse_free(module: Any, name: str, value: object) -> None:
+    if name == "free":
+        raise RuntimeError("no")
+    vars(module)[name] = value
 
 
 def test_a_created_slot_is_deleted_by_the_rollback(world: World) -> None:
