@@ -21,7 +21,7 @@ from afdpatch.registry.lock import Keeper, Lock, census, manifest_digest, symbol
 from afdpatch.registry.manifest import Manifest
 from afdpatch.registry.source import SourceTree, Symbol
 
-FORMAT = 2
+FORMAT = 3
 """1: without `holders` and without the symbols' `words`."""
 
 
