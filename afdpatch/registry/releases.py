@@ -22,7 +22,7 @@ from afdpatch.registry.manifest import Manifest
 from afdpatch.registry.source import SourceTree, Symbol
 
 FORMAT = 3
-"""1: without `holders` and without the symbols' `words`."""
+"""1: without `holders` and without the symbols' `words`. 2: other fingerprints."""
 
 
 @dataclass(frozen=True)
