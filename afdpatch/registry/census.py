@@ -10,10 +10,10 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from afdpatch.registry import fingerprint
+from afdpatch.registry.scope import at_import
 from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent, module_of
 
-_STAR = re.compile(rb"from\s+([.\w]+)\s+import \*")
+_STAR = re.compile(rb"from\s+([.\w\x80-\xff]+)\s+import\s*\*")
 
 
 def holders_of(tree: SourceTree, target: str) -> tuple[str, ...]:
@@ -30,12 +30,12 @@ def holders_of(tree: SourceTree, target: str) -> tuple[str, ...]:
     starred = [
         (module_of(file), source)
         for file, data in tree.contents
-        if b"import *" in data
+        if b"import *" in data or b"import*" in data
         for source in _STAR.findall(data)
     ]
     # A module that holds it under another name may be imported from by that name.
     searched: set[str] = set()
-    while names := {name, *(bound for names in held.values() for bound in names)} - searched:
+    while names := {name, *(bound for names in held.values() for bound in names if "." not in bound)} - searched:
         for wanted in names:
             _search(tree, target, wanted, held)
         searched |= names
@@ -46,7 +46,7 @@ def holders_of(tree: SourceTree, target: str) -> tuple[str, ...]:
 
 def _search(tree: SourceTree, target: str, wanted: str, held: dict[str, set[str]]) -> None:
     letters = wanted.encode()
-    word = re.compile(rb"\b%s\b" % re.escape(letters))
+    word = re.compile(as_word(wanted))
     for file, data in tree.contents:
         # The pattern is the slow one: most files don't even have the letters.
         if letters in data and word.search(data):
@@ -68,50 +68,67 @@ def _starred(
     return more
 
 
+def as_word(name: str) -> bytes:
+    r"""A pattern for a name in the bytes of source, where `\b` knows no letters but ASCII's."""
+    return rb"(?<![\w\x80-\xff])%s(?![\w\x80-\xff])" % re.escape(name.encode())
+
+
 def held_names(tree: SourceTree, module: str, target: str) -> set[str]:
     """The names under which a module holds the target by imports that run when the module is imported."""
     return set(held_lines(tree, module, target))
 
 
 def held_lines(tree: SourceTree, module: str, target: str) -> dict[str, int]:
-    """As `held_names`, each with the line of its import."""
+    """As `held_names`, each with the line of its import. What a class holds has the class's name before its own."""
     source = tree.file(module) if module != target.partition(":")[0] else None
     if source is None:
         return {}
+    held: dict[str, int] = {}
     try:
-        imports = list(_imports(source.tree.body))
+        for node, classes in at_import(source.tree.body):
+            if isinstance(node, ast.ImportFrom):
+                held |= {".".join([*classes, name]): node.lineno for name in _given(tree, source, node, target)}
     except SymbolAbsent:
         return {}
-    return {name: node.lineno for node in imports for name in _given(tree, source, node, target)}
+    return held
 
 
 def _given(tree: SourceTree, source: SourceFile, node: ast.ImportFrom, target: str) -> Iterator[str]:
-    module, _, name = target.partition(":")
+    """The names that an import binds to the target."""
     origin = source.absolute(node)
     for alias in node.names:
-        wanted = name if alias.name == "*" else alias.name
-        if alias.name == "*" and name.startswith("_"):
-            continue
-        if (origin == module and wanted == name) or tree.definition(origin, wanted) == target:
-            yield alias.asname or wanted
+        for name in _names_of(tree, origin, target) if alias.name == "*" else [alias.name]:
+            if f"{origin}:{name}" == target or tree.definition(origin, name) == target:
+                yield name if alias.name == "*" else alias.asname or name
 
 
-def _imports(statements: Sequence[ast.stmt]) -> Iterator[ast.ImportFrom]:
-    for node in statements:
-        if isinstance(node, ast.ImportFrom):
-            yield node
-        elif isinstance(node, fingerprint.Function):
-            continue
-        elif isinstance(node, ast.If) and _only_for_checkers(node.test):
-            yield from _imports(node.orelse)
-        else:
-            for field in ("body", "orelse", "finalbody"):
-                yield from _imports(getattr(node, field, []))
-            for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
-                yield from _imports(part.body)
+def _names_of(tree: SourceTree, origin: str, target: str) -> Iterator[str]:
+    """The names by which `import *` from a module may give the target: its own, and those of other imports."""
+    source = tree.file(origin)
+    if source is None:
+        return
+    names = {target.partition(":")[2]}
+    names |= {
+        alias.asname
+        for node, classes in at_import(source.tree.body)
+        if isinstance(node, ast.ImportFrom) and not classes
+        for alias in node.names
+        if alias.asname
+    }
+    listed = _listed(source)
+    for name in sorted(names):
+        if name in listed if listed is not None else not name.startswith("_"):
+            yield name
 
 
-def _only_for_checkers(test: ast.expr) -> bool:
-    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
-        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
-    )
+def _listed(source: SourceFile) -> set[str] | None:
+    """What a module's `__all__` lists; None if it has none, or one that isn't written out as a whole."""
+    found: set[str] = set()
+    for binding in source.top("__all__"):
+        value = getattr(binding.node, "value", None)
+        if not isinstance(value, ast.List | ast.Tuple):
+            return None
+        if not all(isinstance(item, ast.Constant) and isinstance(item.value, str) for item in value.elts):
+            return None
+        found |= {str(item.value) for item in value.elts if isinstance(item, ast.Constant)}
+    return found or None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -26,7 +26,13 @@ def digest(text: str) -> str:
 def normalise(node: object) -> str:
     """Writes a syntax tree, or a list of them, as one line of ASCII."""
     out: list[str] = []
-    _write(node, out)
+    todo = [_item(node)]  # not by recursion: a sum of a thousand parts is as deep
+    while todo:
+        item = todo.pop()
+        if type(item) is str:
+            out.append(item)
+        else:
+            todo += _written(item)[::-1]
     return "".join(out)
 
 
@@ -57,19 +63,35 @@ def words(definitions: Sequence[ast.AST], count: int = 8) -> tuple[str, ...]:
     found: set[str] = set()
     for definition in definitions:
         inside = _inside(definition)
-        for top in inside if isinstance(inside, list) else [inside]:
-            for node in ast.walk(top) if isinstance(top, ast.AST) else ():
+        for top in [inside] if isinstance(inside, ast.AST) else inside:
+            for node in ast.walk(top):
                 found |= {value for name in _NAMING if isinstance(value := getattr(node, name, None), str)}
     return tuple(sorted(found, key=lambda word: (-len(word), word))[:count])
 
 
-def _inside(node: ast.AST) -> object:
+def _inside(node: ast.AST) -> ast.AST | Sequence[ast.AST]:
     if isinstance(node, (*Function, ast.ClassDef)):
         return _Block(node.body)
     if isinstance(node, ast.Import | ast.ImportFrom):
         return node
-    own = (getattr(node, name, None) for name in ("value", "iter", "items", "test", "subject"))
-    return next((value for value in own if value is not None), None)
+    annotation = getattr(node, "annotation", None)
+    return [part for part in own_parts(node) if part is not annotation and not _is_plain_target(part)]
+
+
+def own_parts(node: ast.AST) -> Iterator[ast.AST]:
+    """What a statement evaluates and binds itself: all but the statements in it."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ExceptHandler | ast.match_case):
+            yield from (part for part in ast.iter_child_nodes(child) if not isinstance(part, ast.stmt))
+            if isinstance(child, ast.ExceptHandler) and child.name:
+                yield ast.Name(child.name, ast.Store())
+        elif not isinstance(child, ast.stmt):
+            yield child
+
+
+def _is_plain_target(node: ast.AST) -> bool:
+    """Whether it is a name alone that is bound: the symbol's own, or another one for the same value."""
+    return isinstance(node, ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Load)
 
 
 def _head(node: ast.AST) -> str:
@@ -92,31 +114,34 @@ class _Optional:
         self.node = node
 
 
-def _write(node: object, out: list[str]) -> None:
-    if isinstance(node, ast.JoinedStr):
-        out.append("(JoinedStr ")
-        _write(_joined(node.values), out)
-        out.append(")")
-    elif isinstance(node, ast.AST):
-        _write_node(node, out)
-    elif isinstance(node, _Optional):
-        _write(node.node, out)
-    elif isinstance(node, _Block):
-        kept = [item for item in node if not _is_bare_string(item)]
-        _write(kept or [ast.Pass()], out)
-    elif isinstance(node, list):
-        out.append("[")
-        for item in node:
-            _write(item, out)
-            out.append(",")
-        out.append("]")
-    else:
-        # !a and not !r: which characters repr() shows depends on the Python version's Unicode tables.
-        out.append(f"{type(node).__name__}:{node!a}")
+def _item(value: object) -> object:
+    """What stands in a tree, as `normalise` has it to do: text that is written, or something to be taken apart."""
+    if type(value) is str:
+        return f"str:{value!a}"
+    if isinstance(value, (ast.AST, list, _Optional)):
+        return value
+    if type(value) is int:
+        return f"int:{value:#x}"  # Python refuses to write long ones in decimal
+    # !a and not !r: which characters repr() shows depends on the Python version's Unicode tables.
+    return f"{type(value).__name__}:{value!a}"
 
 
-def _write_node(node: ast.AST, out: list[str]) -> None:
-    out.append(f"({type(node).__name__}")
+def _written(node: object) -> list[object]:
+    """One step of `normalise`: the text around a node's parts, and the parts."""
+    if isinstance(node, ast.AST):
+        return ["(JoinedStr ", _joined(node.values), ")"] if type(node) is ast.JoinedStr else _written_node(node)
+    if isinstance(node, _Optional):
+        return [_item(node.node)]
+    if isinstance(node, _Block):
+        kept: list[ast.stmt] = [item for item in node if not _is_bare_string(item)]
+        return [kept or [ast.Pass()]]
+    assert isinstance(node, list)
+    return ["[", *(part for item in node for part in (_item(item), ",")), "]"]
+
+
+def _written_node(node: ast.AST) -> list[object]:
+    out: list[object] = []
+    text = f"({type(node).__name__}"
     for name in sorted(node._fields):
         value = getattr(node, name, None)
         if name in _SKIPPED_FIELDS or value == []:
@@ -127,9 +152,15 @@ def _write_node(node: ast.AST, out: list[str]) -> None:
             value = _Block(value)
         if isinstance(value, ast.JoinedStr) and not _joined(value.values):
             continue
-        out.append(f" {name}=")
-        _write(value, out)
-    out.append(")")
+        item = _item(value)
+        text += f" {name}="
+        if isinstance(item, str):
+            text += item
+        else:
+            out += [text, item]
+            text = ""
+    out.append(f"{text})")
+    return out
 
 
 def _is_bare_string(node: ast.AST) -> bool:

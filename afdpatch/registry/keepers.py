@@ -7,15 +7,17 @@ on using what was there then. `references` finds the same at run time, by identi
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 
 from afdpatch.registry import fingerprint
-from afdpatch.registry.census import held_lines
+from afdpatch.registry.census import as_word, held_lines
 from afdpatch.registry.lock import Keeper
 from afdpatch.registry.overrides import overrides_of
-from afdpatch.registry.scope import alias_of
-from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent, module_of
+from afdpatch.registry.scope import Binding, alias_of, at_import, bindings, dotted
+from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent
 from afdpatch.registry.unsound import last_name
 from afdpatch.registry.values import loads
 
@@ -30,6 +32,9 @@ WRAPPERS = {
     "cache": "functools cache",
 }
 """Calls that give an object which keeps their argument."""
+_IS_READ = rb"(?!\s*[(`]| +(?!(?:if|else|for|in|is|not|and|or|as)\b)\w)"
+"""What doesn't follow a name that is kept: a call, or the words of a text."""
+_DEFAULT = "a default argument or closure of "
 _DISPLAYS = {ast.List: "list", ast.Tuple: "tuple", ast.Set: "set", ast.ListComp: "list", ast.SetComp: "set"}
 
 
@@ -42,37 +47,50 @@ def keepers_of(tree: SourceTree, target: str, kind: str, holders: Collection[str
         kind: the target's kind, as `Symbol.kind`. A value that is a constant is kept by whoever reads it at import.
         holders: the modules that import it by name, as the census has them.
     """
-    module, _, qualname = target.partition(":")
     found: list[Keeper] = []
     constant = kind == "value" and _is_constant(tree, target)
-    for file in _files(tree, module, qualname, holders):
+    held = {holder: held_lines(tree, holder, target) for holder in holders}
+    names = {target.rpartition(":")[2].rpartition(".")[2]}
+    names |= {name for lines in held.values() for name in lines if "." not in name}
+    for file in _files(tree, target, holders, names):
         source = tree.source(file)
         if source is not None:
             try:
-                reader = _Reader(tree, source, target, kind)
+                reader = _Reader(tree, source, target, kind, names)
                 kept = reader.keepers()
                 lines = {keeper.line for keeper in kept if keeper.sure}
                 found += kept
                 found += [keeper for keeper in reader.readings() if keeper.line not in lines] if constant else []
             except SymbolAbsent:
                 continue  # this Python can't import it either
-    for holder in holders:
-        for name, line in sorted(held_lines(tree, holder, target).items()):
-            source = tree.file(holder)
-            found.append(Keeper("import", f"{holder}.{name}", holder, source.file if source else "", line))
+    for holder, imports in held.items():
+        source = tree.file(holder)
+        for name, line in imports.items():
+            kept_by = "attribute" if "." in name else "import"  # a class's own isn't rebound
+            found.append(Keeper(kept_by, f"{holder}.{name}", holder, source.file if source else "", line))
     found += overrides_of(tree, target, kind)
     return tuple(sorted(set(found), key=lambda item: (item.file, item.line, item.kind, item.where)))
 
 
-def _files(tree: SourceTree, module: str, qualname: str, holders: Collection[str]) -> Iterator[str]:
-    """The files that can refer to a target: its own, its holders', and those with `owner.name`."""
-    own = tree.file(module)
-    *outer, last = qualname.split(".")
-    owner = (outer[-1] if outer else module.rpartition(".")[2]).encode()
-    dotted, read, renamed = b"%s.%s" % (owner, last.encode()), b".%s" % last.encode(), b"%s as " % owner
+def _files(tree: SourceTree, target: str, holders: Collection[str], names: Collection[str]) -> Iterator[str]:
+    """The files that can refer to a target: its own, its holders', and those with a name of it after an owner's."""
+    module, _, qualname = target.partition(":")
+    own = {source.file for name in (module, *holders) if (source := tree.file(name)) is not None}
+    *outer, _ = qualname.split(".")
+    last = rb"\.(?:%s)%s" % (b"|".join(map(as_word, names)), _IS_READ)
+    read, by_class = re.compile(last), re.compile(rb"[A-Z][\w\x80-\xff]*" + last)
+    owners = [outer[-1].encode()] if outer else [name.rpartition(".")[2].encode() for name in (module, *holders)]
+    dotted_names = [b"." + name.encode() for name in names]
+    mentions = {file for name in dotted_names for file, data in tree.contents if name in data}
     for file, data in tree.contents:
-        refers = read in data and (dotted in data or renamed in data)
-        if refers or (own is not None and file == own.file) or module_of(file) in holders:
+        if file in own:
+            yield file
+        elif file not in mentions or not read.search(data):
+            continue
+        elif outer:  # by any name: of a subclass, of an import, of a name for its class
+            if owners[0] in data or by_class.search(data):
+                yield file
+        elif any(b"%s." % owner in data or b"%s as " % owner in data for owner in owners):
             yield file
 
 
@@ -83,19 +101,30 @@ def _is_constant(tree: SourceTree, target: str) -> bool:
     return isinstance(value, ast.expr) and not isinstance(value, made)
 
 
+_Place = tuple[ast.AST, tuple["str | ast.expr", ...], str, "str | None"]
+"""An expression, what lies between it and the name that leads there, that name, and the kind of keeper."""
+
+
 class _Reader:
     """Reads what one module does at its import with a target."""
 
-    def __init__(self, tree: SourceTree, source: SourceFile, target: str, kind: str) -> None:
+    def __init__(self, tree: SourceTree, source: SourceFile, target: str, kind: str, names: Collection[str]) -> None:
         self._tree = tree
         self._source = source
         self._target = target
         self._kind = kind
+        self._names = names
         self._home, _, self._qualname = target.partition(":")
-        self._inside: list[str] = []
+        self._inside: tuple[str, ...] = ()
 
     def keepers(self) -> list[Keeper]:
-        return list(self._statements(self._source.tree.body))
+        """Everything in the module that keeps the target, or assigns to it."""
+        found: list[Keeper] = []
+        for node, classes in at_import(self._source.tree.body):
+            self._inside = classes
+            found += self._statement(node)
+        self._inside = ()
+        return found
 
     def readings(self) -> Iterator[Keeper]:
         """Each place that reads the target when the module is imported."""
@@ -105,48 +134,72 @@ class _Reader:
 
     # ---- statements: what runs when the module is imported -----------------------------------------------------------
 
-    def _statements(self, statements: Iterable[ast.stmt]) -> Iterator[Keeper]:
-        for node in statements:
-            if isinstance(node, fingerprint.Function):
-                yield from self._function(node)
-            elif isinstance(node, ast.ClassDef):
-                for value in (*node.decorator_list, *node.keywords):
-                    yield from self._held(value, "", self._name(node.name), "argument")
-                self._inside.append(node.name)
-                yield from self._statements(node.body)
-                self._inside.pop()
-            elif isinstance(node, ast.Assign):
-                for target in node.targets:
-                    yield from self._stored(target, node.value)
-            elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr):
-                if node.value is not None:
-                    yield from self._stored(node.target, node.value)
-            elif isinstance(node, ast.If) and _only_for_checkers(node.test):
-                yield from self._statements(node.orelse)
+    def _statement(self, node: ast.stmt) -> Iterator[Keeper]:
+        if isinstance(node, fingerprint.Function):
+            yield from self._function(node)
+            if self._may_assign:
+                yield from self._assigned_by(node)
+        elif isinstance(node, ast.ClassDef):
+            for value in (*node.decorator_list, *node.keywords):
+                yield from self._held(value, self._name(node.name), "argument")
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                yield from self._stored(target, node.value)
+        elif isinstance(node, ast.AnnAssign | ast.AugAssign):
+            if node.value is not None:
+                yield from self._stored(node.target, node.value)
+        elif isinstance(node, ast.For | ast.AsyncFor):
+            yield from self._loop(node)
+        else:
+            for part in fingerprint.own_parts(node):
+                yield from self._held(part, self._name("<statement>"), None)
+
+    def _loop(self, node: ast.For | ast.AsyncFor) -> Iterator[Keeper]:
+        """A loop over a table that is written out: its variables keep the last item, and its body may keep each."""
+        table = node.iter
+        if isinstance(table, ast.Call) and isinstance(table.func, ast.Attribute):  # {...}.items()
+            table = table.func.value if isinstance(table.func.value, ast.Dict) else table
+        where = f"a loop in {self._name()}"
+        if not isinstance(table, ast.List | ast.Tuple | ast.Set | ast.Dict):
+            yield from self._held(table, where, None)
+            return
+        variables = {item.id for item in ast.walk(node.target) if isinstance(item, ast.Name)}
+        assigned = [item.value for part in node.body for item in ast.walk(part) if isinstance(item, ast.Assign)]
+        kept = any(isinstance(value, ast.Name) and value.id in variables for value in assigned)
+        items = table.values if isinstance(table, ast.Dict) else table.elts
+        for item in items:
+            yield from self._held(item, where, "container" if kept or item is items[-1] else "argument")
+
+    def _assigned_by(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Keeper]:
+        """Where a function assigns to the target, should anybody call it."""
+        last = self._qualname.rpartition(".")[2]
+        local: dict[str, list[Binding]] | None = None
+        for item in ast.walk(node):
+            if isinstance(item, ast.Attribute) and item.attr == last and not isinstance(item.ctx, ast.Load):
+                local = bindings(node.body) if local is None else local
+                assigns = self._resolved(dotted(item), local) == self._target
+            elif isinstance(item, ast.Global) and last in item.names and self._source.module == self._home:
+                assigns = last == self._qualname and last in bindings(node.body)
             else:
-                for value in ast.iter_child_nodes(node):
-                    if isinstance(value, ast.expr):
-                        yield from self._held(value, "", self._name("<statement>"), None)
-                for field in ("body", "orelse", "finalbody"):
-                    yield from self._statements(getattr(node, field, []))
-                for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
-                    yield from self._statements(part.body)
+                continue
+            if assigns:
+                yield self._keeper("override", f"{self._name(node.name)}, which assigns to it,", item.lineno)
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Keeper]:
         where = self._name(node.name)
         for value in (*node.args.defaults, *(item for item in node.args.kw_defaults if item is not None)):
-            yield from self._held(value, "a default argument or closure of ", where, "default")
+            yield from self._held(value, where, "default", _DEFAULT)
         for decorator in node.decorator_list:
             call = decorator.func if isinstance(decorator, ast.Call) else decorator
             if isinstance(decorator, ast.Call) and last_name(call) == "wraps":
                 for value in decorator.args:
-                    yield from self._held(value, "an attribute of ", where, "wrapper")
+                    yield from self._held(value, where, "wrapper", "an attribute of ")
             elif isinstance(call, ast.Attribute) and call.attr in ("setter", "getter", "deleter"):
                 own = self._inside_owner and node.name == self._qualname.rpartition(".")[2]
                 if self._kind == "property" and self._refers(call.value) and not own:
                     yield self._keeper("wrapper", f"property, {where}", node.lineno)
             else:
-                yield from self._held(decorator, "", where, "argument")
+                yield from self._held(decorator, where, "argument")
 
     def _stored(self, target: ast.expr, value: ast.expr) -> Iterator[Keeper]:
         if isinstance(target, ast.Tuple | ast.List) and isinstance(value, ast.Tuple | ast.List):
@@ -156,113 +209,151 @@ class _Reader:
         if isinstance(target, ast.Name):
             if [*self._inside, target.id] == self._qualname.split(".") and self._source.module == self._home:
                 return  # a part of the target's own definition
-            yield from self._held(value, "", self._name(target.id), "name")
+            yield from self._held(value, self._name(target.id), "name")
         elif isinstance(target, ast.Attribute):
-            if self._source.module != self._home and self._refers(target):
+            names = dotted(target)
+            found = self._resolved(names) if names else None
+            if self._source.module != self._home and found == self._target:
                 yield self._keeper("assignment", f"{self._name()}, which assigns to it", target.lineno)
-            owner = self._dotted(target)
-            where = owner and self._resolved(owner)
-            where = where.replace(":", ".") if where else f"{ast.unparse(target)} set in {self._name()}"
-            yield from self._held(value, "", where, "attribute")
+            where = found.replace(":", ".") if found else f"{_text(target)} set in {self._name()}"
+            yield from self._held(value, where, "attribute")
         else:
-            yield from self._held(value, "", f"{ast.unparse(target)} set in {self._name()}", "container")
+            yield from self._held(value, f"{_text(target)} set in {self._name()}", "container")
 
     # ---- expressions -------------------------------------------------------------------------------------------------
 
-    def _held(self, node: ast.AST, via: str, where: str, kind: str | None) -> Iterator[Keeper]:
+    def _held(self, node: ast.AST, where: str, kind: str | None, *via: str) -> Iterator[Keeper]:
         """What keeps the target of what an expression gives; `kind` says what it would be, None: nothing keeps it."""
+        todo: list[_Place] = [(node, via, where, kind)]
+        while todo:
+            for found in self._parts(*todo.pop()):
+                if isinstance(found, Keeper):
+                    yield found
+                else:
+                    todo.append(found)
+
+    def _parts(
+        self, node: ast.AST, via: tuple[str | ast.expr, ...], where: str, kind: str | None
+    ) -> Iterator[Keeper | _Place]:
+        """One step of `_held`: a keeper, or the parts to be looked at."""
+        inner = kind and "container"
         if isinstance(node, ast.Name | ast.Attribute):
             if self._refers(node):
                 if kind is not None:
                     bound = "bound method, " if self._kind == "classmethod" and isinstance(node, ast.Attribute) else ""
-                    yield self._keeper(kind, via + bound + where, node.lineno)
-                return
-            if isinstance(node, ast.Attribute):
-                yield from self._held(node.value, via, where, None)
+                    yield self._keeper(kind, f"{_words(via)}{bound}{where}", node.lineno)
+            elif isinstance(node, ast.Attribute):
+                yield node.value, via, where, None
+        elif isinstance(node, ast.NamedExpr):
+            yield node.value, (), self._name(node.target.id), "name"
+            yield node.value, via, where, kind
         elif isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values, strict=True):
-                name = f"dict[{key.value!r}], " if isinstance(key, ast.Constant) else "dict, "
-                yield from self._held(value, via + name, where, kind and "container")
+                name = f"dict[{_text(key)}], " if isinstance(key, ast.Constant) else "dict, "
+                yield value, (*via, name), where, inner
                 if key is not None:
-                    yield from self._held(key, f"{via}dict, ", where, kind and "container")
+                    yield key, (*via, "dict, "), where, inner
         elif type(node) in _DISPLAYS or isinstance(node, ast.DictComp):
             name = _DISPLAYS.get(type(node), "dict")
             for child in ast.iter_child_nodes(node):
-                yield from self._held(child, f"{via}{name}, ", where, kind and "container")
+                yield child, (*via, f"{name}, "), where, inner
         elif isinstance(node, ast.Call):
             yield from self._call(node, via, where, kind)
         elif isinstance(node, ast.Compare | ast.Lambda):
             defaults = [*node.args.defaults, *node.args.kw_defaults] if isinstance(node, ast.Lambda) else []
             for default in defaults:
                 if default is not None:
-                    yield from self._held(default, f"{via}a default argument or closure of ", where, "default")
+                    yield default, (*via, _DEFAULT), where, "default"
         else:
             for child in ast.iter_child_nodes(node):
-                yield from self._held(child, via, where, kind)
+                yield child, via, where, kind
 
-    def _call(self, node: ast.Call, via: str, where: str, kind: str | None) -> Iterator[Keeper]:
+    def _call(self, node: ast.Call, via: tuple[str | ast.expr, ...], where: str, kind: str | None) -> Iterator[_Place]:
         # What is called is used, not kept.
         wrapper = WRAPPERS.get(last_name(node.func))
-        yield from self._held(node.func, via, where, None) if not self._refers(node.func) else ()
+        if not self._refers(node.func):
+            yield node.func, via, where, None
         for value in (*node.args, *(keyword.value for keyword in node.keywords)):
             if wrapper is not None and kind is not None:
-                yield from self._held(value, f"{via}{wrapper}, ", where, "wrapper")
+                yield value, (*via, f"{wrapper}, "), where, "wrapper"
             else:
-                yield from self._held(value, f"{via}an argument of {ast.unparse(node.func)}, ", where, "argument")
+                yield value, (*via, node.func), where, "argument"
 
     # ---- names -------------------------------------------------------------------------------------------------------
 
     def _refers(self, node: ast.expr) -> bool:
         """Whether a name or a dotted name leads to the target."""
-        names = self._dotted(node)
-        if not names or names[-1] not in self._lasts:
+        if (node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")) not in self._lasts:
+            return False
+        names = dotted(node)
+        if not names:
             return False
         own = bool(self._inside) and self._source.module == self._home
         if own and [*self._inside, *names] == self._qualname.split("."):
             return True
-        return self._resolved(names) == self._target
-
-    @staticmethod
-    def _dotted(node: ast.expr) -> list[str]:
-        """The names of `a.b.c`; empty for anything else."""
-        names: list[str] = []
-        while isinstance(node, ast.Attribute):
-            names.insert(0, node.attr)
-            node = node.value
-        return [node.id, *names] if isinstance(node, ast.Name) else []
+        found = self._resolved(names)
+        if found == self._target or found is None or "." not in found.partition(":")[2]:
+            return found == self._target
+        with suppress(SymbolAbsent):
+            return self._tree.resolve(found).defined_as == self._defined_as  # by a subclass
+        return False
 
     @cached_property
     def _lasts(self) -> set[str]:
-        """The target's own last name, and the names that the module's imports give it."""
-        names = {self._qualname.rpartition(".")[2]}
+        """The target's last names, and the names that the module's imports give it."""
+        names = set(self._names)
         if "." not in self._qualname:
-            for node in self._source.tree.body:
+            for node, _ in at_import(self._source.tree.body):
                 if isinstance(node, ast.ImportFrom):
                     names |= {alias.asname for alias in node.names if alias.asname}
         return names
 
-    def _resolved(self, names: Sequence[str]) -> str | None:
-        """Where a dotted name leads, as far as it can be followed."""
-        found = self._source.top(names[0])
+    @cached_property
+    def _may_assign(self) -> bool:
+        """Whether the text has an assignment to an attribute of the target's name, or makes it a global of a function.
+
+        Most files don't, and need no walk through their functions.
+        """
+        last = as_word(self._qualname.rpartition(".")[2])
+        return re.search(rb"\.%s[^\n=(]*=(?!=)|\bglobal\b[^\n]*%s" % (last, last), self._source.data) is not None
+
+    @cached_property
+    def _defined_as(self) -> str:
+        return self._tree.resolve(self._target).defined_as
+
+    def _resolved(self, names: Sequence[str], local: Mapping[str, list[Binding]] | None = None) -> str | None:
+        """Where a dotted name leads, as far as it can be followed; `local` has the names of a function."""
+        found = (local or {}).get(names[0]) or self._source.top(names[0]) if names else []
         if not found:
             return self._tree.definition(self._source.module, ".".join(names))  # by `import *`, perhaps
         for binding in found:
             node = binding.node
             if not isinstance(node, ast.Import | ast.ImportFrom):
+                another = dotted(node.value) if isinstance(node, ast.Assign) and names[1:] else []
+                if another and another[0] != names[0]:  # `E = core.Engine`
+                    return self._resolved([*another, *names[1:]])
                 return f"{self._source.module}:{'.'.join(names)}"
             alias = alias_of(node, names[0])
             if isinstance(node, ast.ImportFrom):
                 origin = self._source.absolute(node)
                 inner = f"{origin}.{alias.name}"
+                if not self._is_ours(origin):
+                    continue
                 if self._tree.file(inner) is None:
                     return self._tree.definition(origin, ".".join([alias.name, *names[1:]]))
-                dotted = [*inner.split("."), *names[1:]]
+                path = [*inner.split("."), *names[1:]]
             else:
-                dotted = [*(alias.name if alias.asname else names[0]).split("."), *names[1:]]
-            for cut in range(len(dotted) - 1, 0, -1):
-                if self._tree.file(".".join(dotted[:cut])) is not None:
-                    return self._tree.definition(".".join(dotted[:cut]), ".".join(dotted[cut:]))
+                path = [*(alias.name if alias.asname else names[0]).split("."), *names[1:]]
+                if not self._is_ours(alias.name):
+                    continue
+            for cut in range(len(path) - 1, 0, -1):
+                if self._tree.file(".".join(path[:cut])) is not None:
+                    return self._tree.definition(".".join(path[:cut]), ".".join(path[cut:]))
         return None
+
+    def _is_ours(self, module: str) -> bool:
+        """Whether a module is the package's; another package's doesn't have the target."""
+        return module.partition(".")[0] == self._tree.package
 
     @property
     def _inside_owner(self) -> bool:
@@ -275,5 +366,13 @@ class _Reader:
         return Keeper(kind, where, self._source.module, self._source.file, line)
 
 
-def _only_for_checkers(test: ast.expr) -> bool:
-    return last_name(test) == "TYPE_CHECKING"
+def _words(via: Sequence[str | ast.expr]) -> str:
+    return "".join(part if isinstance(part, str) else f"an argument of {_text(part)}, " for part in via)
+
+
+def _text(node: ast.expr) -> str:
+    """Source of an expression, or its beginning's kind if that is too deep or too long."""
+    try:
+        return ast.unparse(node)
+    except (RecursionError, ValueError):
+        return f"<{type(node).__name__}>"

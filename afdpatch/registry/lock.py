@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from afdpatch.registry.identity import identify
 from afdpatch.registry.manifest import Entry, Manifest
 from afdpatch.registry.source import SourceTree, Symbol, SymbolAbsent, SymbolMoved
 
-FORMAT = 3
-"""1: without `holders` and without the symbols' `words`. 2: without `keepers`."""
+FORMAT = 4
+"""1: without `holders` and without the symbols' `words`. 2: without `keepers`. 3: other fingerprints."""
 
 
 _SURE = frozenset({"import", "default", "name", "container", "wrapper", "attribute", "subclass"})
@@ -168,10 +168,14 @@ class Lock:
                 raise LockError(f"{source}: another format", expected=str(FORMAT), found=str(data["format"]), todo=todo)
             manifest = Manifest.parse(data["manifest"], source=source)
             symbols = {name: symbol_of(name, value) for name, value in data["symbols"].items()}
-            holders = {name: tuple(modules) for name, modules in data["holders"].items()}
-            keepers = {name: tuple(Keeper(**item) for item in found) for name, found in data["keepers"].items()}
+            holders = {name: _texts(modules) for name, modules in data["holders"].items()}
+            keepers = {
+                name: tuple(Keeper(**_checked(Keeper, item)) for item in found)
+                for name, found in data["keepers"].items()
+            }
+            _texts([*data["files"].values()])
             lock = cls(manifest, data["digest"], dict(data["files"]), symbols, holders, keepers)
-        except (ValueError, KeyError, TypeError, AttributeError, ManifestError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ManifestError) as error:
             raise LockError(f"{source}: not a lock", found=f"{type(error).__name__}: {error}", todo=todo) from error
         missing = [name for entry in manifest.entries for name in entry.symbols if name not in symbols]
         if missing:
@@ -235,7 +239,23 @@ def symbol_data(symbol: Symbol) -> dict[str, Any]:
 
 def symbol_of(name: str, data: Mapping[str, Any]) -> Symbol:
     """The inverse of `symbol_data`."""
-    return Symbol(name=name, **{**data, "files": tuple(data["files"]), "words": tuple(data["words"])})
+    lists = {"files": _texts(data["files"]), "words": _texts(data["words"])}
+    return Symbol(**_checked(Symbol, {**data, **lists, "name": name}))
+
+
+def _checked(kind: type[Symbol | Keeper], data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Data for a dataclass, of which the fields of texts and numbers have such."""
+    wanted = {"str": str, "int": int}
+    for item in fields(kind):
+        if item.type in wanted and not isinstance(data[item.name], wanted[str(item.type)]):
+            raise TypeError(f"{item.name} is {data[item.name]!r}")
+    return data
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise TypeError(f"{value!r} is no list of texts")
+    return tuple(value)
 
 
 def _check_holder(entry: Entry, holder: str, tree: SourceTree) -> None:

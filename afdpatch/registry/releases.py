@@ -21,8 +21,8 @@ from afdpatch.registry.lock import Keeper, Lock, census, manifest_digest, symbol
 from afdpatch.registry.manifest import Manifest
 from afdpatch.registry.source import SourceTree, Symbol
 
-FORMAT = 2
-"""1: without `holders` and without the symbols' `words`."""
+FORMAT = 3
+"""1: without `holders` and without the symbols' `words`. 2: other fingerprints."""
 
 
 @dataclass(frozen=True)

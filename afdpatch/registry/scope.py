@@ -5,18 +5,32 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from afdpatch.registry import fingerprint
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
+class Suite(NamedTuple):
+    """Statements within a compound statement, and what decides whether they run."""
+
+    name: str
+    head: Sequence[ast.AST]
+    statements: Sequence[ast.stmt]
+
+
 @dataclass(frozen=True)
 class Binding:
-    """One statement that binds a name, and the conditions that it stands under."""
+    """One statement that binds a name, and the suites that it stands in, the outermost first."""
 
     node: ast.stmt
-    guard: str
+    within: tuple[Suite, ...]
+
+    @property
+    def guard(self) -> str:
+        """The conditions that it stands under."""
+        return "".join(f"/{suite.name} {fingerprint.normalise(suite.head)}" for suite in self.within)
 
 
 def alias_of(node: ast.Import | ast.ImportFrom, bound: str) -> ast.alias:
@@ -48,40 +62,83 @@ def kind_of(node: ast.stmt) -> tuple[str, int]:
 def bindings(statements: Sequence[ast.stmt]) -> dict[str, list[Binding]]:
     """Every binding and deletion of every name in a scope, in the order of the source.
 
-    `if`, `try`, `with`, `match` and loops are entered.
+    `if`, `try`, `with`, `match` and loops are entered. An annotation without a value binds nothing.
     """
     table: dict[str, list[Binding]] = {}
-    for node, guard in _statements(statements, ""):
+    for node, within in _statements(statements):
         for name in _names(node):
-            table.setdefault(name, []).append(Binding(node, guard))
+            table.setdefault(name, []).append(Binding(node, within))
     return table
 
 
 def attribute_bindings(statements: Sequence[ast.stmt]) -> dict[str, list[Binding]]:
     """Every assignment to an attribute, and its deletion, by its dotted name, `Engine.run = faster`, as `bindings`."""
     table: dict[str, list[Binding]] = {}
-    for node, guard in _statements(statements, ""):
-        if isinstance(node, (*fingerprint.Function, ast.ClassDef)):
+    for node, within in _statements(statements):
+        if isinstance(node, (*fingerprint.Function, ast.ClassDef)) or _is_bare_annotation(node):
             continue
-        for item in (item for part in _own_parts(node) for item in ast.walk(part)):
+        for item in (item for part in fingerprint.own_parts(node) for item in ast.walk(part)):
             if isinstance(item, ast.Attribute) and not isinstance(item.ctx, ast.Load):
-                table.setdefault(ast.unparse(item), []).append(Binding(node, guard))
+                table.setdefault(".".join(dotted(item)), []).append(Binding(node, within))
     return table
 
 
-def _statements(statements: Sequence[ast.stmt], guard: str) -> Iterator[tuple[ast.stmt, str]]:
-    for node in statements:
-        yield node, guard
-        if isinstance(node, (*fingerprint.Function, ast.ClassDef)):
-            continue
-        kind = type(node).__name__
-        test = fingerprint.normalise(node.test) if isinstance(node, ast.If | ast.While) else ""
-        for field in ("body", "orelse", "finalbody"):
-            yield from _statements(getattr(node, field, []), f"{guard}/{kind}.{field} {test}")
-        for handler in getattr(node, "handlers", []):
-            yield from _statements(handler.body, f"{guard}/{kind}.except {fingerprint.normalise(handler.type)}")
-        for case in getattr(node, "cases", []):
-            yield from _statements(case.body, f"{guard}/{kind}.case {fingerprint.normalise(case.pattern)}")
+def at_import(statements: Sequence[ast.stmt]) -> Iterator[tuple[ast.stmt, tuple[str, ...]]]:
+    """The statements that run when a module is imported, each with the names of the classes around it.
+
+    Functions' bodies don't, nor what stands under `if TYPE_CHECKING`.
+    """
+    todo: list[tuple[ast.stmt, tuple[str, ...]]] = [(node, ()) for node in reversed(statements)]
+    while todo:
+        node, classes = todo.pop()
+        yield node, classes
+        if isinstance(node, ast.ClassDef):
+            todo += [(inner, (*classes, node.name)) for inner in reversed(node.body)]
+        elif isinstance(node, ast.If) and _only_for_checkers(node.test):
+            todo += [(inner, classes) for inner in reversed(node.orelse)]
+        else:
+            todo += [(inner, classes) for suite in reversed(_suites(node)) for inner in reversed(suite.statements)]
+
+
+def dotted(node: ast.expr) -> list[str]:
+    """The names of `a.b.c`; empty for anything else."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return [node.id, *reversed(names)] if isinstance(node, ast.Name) else []
+
+
+def _only_for_checkers(test: ast.expr) -> bool:
+    return dotted(test)[-1:] == ["TYPE_CHECKING"]
+
+
+def _statements(statements: Sequence[ast.stmt]) -> Iterator[tuple[ast.stmt, tuple[Suite, ...]]]:
+    todo: list[tuple[ast.stmt, tuple[Suite, ...]]] = [(node, ()) for node in reversed(statements)]
+    while todo:
+        node, within = todo.pop()
+        yield node, within
+        for suite in reversed(_suites(node)):
+            todo += [(inner, (*within, suite)) for inner in reversed(suite.statements)]
+
+
+def _suites(node: ast.stmt) -> list[Suite]:
+    """The suites of a compound statement, in the order of the source; those of definitions are scopes of their own."""
+    if isinstance(node, (*fingerprint.Function, ast.ClassDef)):
+        return []
+    kind = type(node).__name__
+    handlers: list[ast.ExceptHandler] = getattr(node, "handlers", [])
+    found = [
+        Suite(f"{kind}.{field}", [] if handlers else list(fingerprint.own_parts(node)), inner)
+        for field in ("body", "orelse", "finalbody")
+        if (inner := getattr(node, field, None))
+    ]
+    found[1:1] = [Suite(f"{kind}.except", [item.type] if item.type else [], item.body) for item in handlers]
+    if isinstance(node, ast.Match):
+        for case in node.cases:
+            guard = [case.guard] if case.guard else []
+            found.append(Suite(f"{kind}.case", [node.subject, case.pattern, *guard], case.body))
+    return found
 
 
 def _names(node: ast.stmt) -> Iterator[str]:
@@ -89,32 +146,27 @@ def _names(node: ast.stmt) -> Iterator[str]:
         yield node.name
     elif isinstance(node, ast.Import | ast.ImportFrom):
         yield from (_bound(node, alias) for alias in node.names)
-    else:
-        yield from dict.fromkeys(name for part in _own_parts(node) for name in _bound_in(part))
+    elif not _is_bare_annotation(node):
+        yield from dict.fromkeys(name for part in fingerprint.own_parts(node) for name in _bound_in(part))
 
 
-def _own_parts(node: ast.stmt) -> Iterator[ast.AST]:
-    """What a statement evaluates and binds itself: all but the statements in it."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.ExceptHandler | ast.match_case):
-            yield from (part for part in ast.iter_child_nodes(child) if not isinstance(part, ast.stmt))
-            if isinstance(child, ast.ExceptHandler) and child.name:
-                yield ast.Name(child.name, ast.Store())
-        elif not isinstance(child, ast.stmt):
-            yield child
+def _is_bare_annotation(node: ast.stmt) -> bool:
+    return isinstance(node, ast.AnnAssign) and node.value is None
 
 
 def _bound_in(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Lambda):
-        return
-    if isinstance(node, _COMPREHENSIONS):  # their variables are their own; only `:=` reaches out
-        yield from (item.target.id for item in ast.walk(node) if isinstance(item, ast.NamedExpr))
-        return
-    if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-        yield node.id
-    elif isinstance(node, ast.MatchAs | ast.MatchStar) and node.name:
-        yield node.name
-    elif isinstance(node, ast.MatchMapping) and node.rest:
-        yield node.rest
-    for child in ast.iter_child_nodes(node):
-        yield from _bound_in(child)
+    todo = [node]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, ast.Lambda):
+            continue
+        if isinstance(item, _COMPREHENSIONS):  # their variables are their own; only `:=` reaches out
+            yield from (inner.target.id for inner in ast.walk(item) if isinstance(inner, ast.NamedExpr))
+            continue
+        if isinstance(item, ast.Name) and not isinstance(item.ctx, ast.Load):
+            yield item.id
+        elif isinstance(item, ast.MatchAs | ast.MatchStar) and item.name:
+            yield item.name
+        elif isinstance(item, ast.MatchMapping) and item.rest:
+            yield item.rest
+        todo += reversed(list(ast.iter_child_nodes(item)))

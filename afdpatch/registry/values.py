@@ -29,7 +29,7 @@ def import_names(tree: SourceTree, entry: Entry, place: Any, modules: Iterable[s
         if source is None or name == entry.module:
             continue
         if name in entry.holders or word in source.data or b"import *" in source.data:
-            names = tuple(held_lines(tree, name, entry.target))
+            names = tuple(held for held in held_lines(tree, name, entry.target) if "." not in held)
             if names:
                 found[name] = names
     return found
@@ -48,12 +48,13 @@ def captures(tree: SourceTree, modules: Iterable[str], name: str) -> list[str]:
 
 def loads(node: ast.AST) -> Iterator[ast.Name | ast.Attribute]:
     """The names and attributes that are read when a module is imported: not in functions' bodies, nor annotations."""
-    if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
-        yield node
-    for field, value in ast.iter_fields(node):
-        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and field == "body"
-        if inside or field in ("annotation", "returns"):
-            continue
-        for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST):
-                yield from loads(child)
+    todo = [node]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, ast.Name | ast.Attribute) and isinstance(item.ctx, ast.Load):
+            yield item
+        for field, value in ast.iter_fields(item):
+            inside = isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and field == "body"
+            if not inside and field not in ("annotation", "returns"):
+                children = value if isinstance(value, list) else [value]
+                todo += [child for child in children if isinstance(child, ast.AST)]
