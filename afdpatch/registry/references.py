@@ -199,7 +199,8 @@ def _part(referrer: Any, owner: type) -> bool:
 
 def _family(owner: type) -> Iterator[type]:
     yield owner
-    for item in type.__subclasses__(owner):
+    subclasses: list[type] = type.__subclasses__(owner)
+    for item in subclasses:
         yield from _family(item)
 
 
