@@ -45,7 +45,7 @@ def holders_of(tree: SourceTree, target: str) -> tuple[str, ...]:
 
 
 def _search(tree: SourceTree, target: str, wanted: str, held: dict[str, set[str]]) -> None:
-    letters = wanted.encode()
+    letters = wanted.encode("utf-8", "surrogateescape")
     word = re.compile(as_word(wanted))
     for file, data in tree.contents:
         # The pattern is the slow one: most files don't even have the letters.
@@ -70,7 +70,7 @@ def _starred(
 
 def as_word(name: str) -> bytes:
     r"""A pattern for a name in the bytes of source, where `\b` knows no letters but ASCII's."""
-    return rb"(?<![\w\x80-\xff])%s(?![\w\x80-\xff])" % re.escape(name.encode())
+    return rb"(?<![\w\x80-\xff])%s(?![\w\x80-\xff])" % re.escape(name.encode("utf-8", "surrogateescape"))
 
 
 def held_names(tree: SourceTree, module: str, target: str) -> set[str]:

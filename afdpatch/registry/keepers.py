@@ -79,8 +79,12 @@ def _files(tree: SourceTree, target: str, holders: Collection[str], names: Colle
     *outer, _ = qualname.split(".")
     last = rb"\.(?:%s)%s" % (b"|".join(map(as_word, names)), _IS_READ)
     read, by_class = re.compile(last), re.compile(rb"[A-Z][\w\x80-\xff]*" + last)
-    owners = [outer[-1].encode()] if outer else [name.rpartition(".")[2].encode() for name in (module, *holders)]
-    dotted_names = [b"." + name.encode() for name in names]
+    owners = (
+        [outer[-1].encode("utf-8", "surrogateescape")]
+        if outer
+        else [name.rpartition(".")[2].encode("utf-8", "surrogateescape") for name in (module, *holders)]
+    )
+    dotted_names = [b"." + name.encode("utf-8", "surrogateescape") for name in names]
     mentions = {file for name in dotted_names for file, data in tree.contents if name in data}
     for file, data in tree.contents:
         if file in own:

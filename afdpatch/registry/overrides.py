@@ -95,7 +95,7 @@ def _reached(tree: SourceTree, item: Class, last: str, owner: Class) -> Class | 
 
 def _hidden(item: Class, last: str) -> Iterator[Keeper]:
     """The first assignment to an attribute of `self` in each method, by the name of its first parameter."""
-    if b".%s" % last.encode() not in item.source.data:
+    if b".%s" % last.encode("utf-8", "surrogateescape") not in item.source.data:
         return
     methods = [binding.node for found in item.source.scope(item.node).values() for binding in found]
     for method in methods:
@@ -128,7 +128,7 @@ def _sources(tree: SourceTree, wanted: Class) -> Iterator[SourceFile]:
     """The files that may have a subclass of a class, by its name and by every other that the package gives it."""
     names, searched = [wanted.node.name], set[str]()
     for name in names:
-        letters = name.encode()
+        letters = name.encode("utf-8", "surrogateescape")
         for file, data in tree.contents:
             if letters not in data or not (leads(data, letters) or file == wanted.source.file):
                 continue

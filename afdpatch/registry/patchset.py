@@ -138,8 +138,7 @@ class PatchSet:
             self.arm()
             with self._sticky():
                 entries = self._need_lock().manifest.entries
-            self._known("role", role, (name for entry in entries for name in entry.roles))
-            self._known("process", process, (name for entry in entries for name in entry.processes))
+            _check_known(entries, role, process)
             used = [entry for entry in entries if entry.when == "role" and entry.used_by(role, process)]
             with self._sticky():
                 self._require_kept()
@@ -200,8 +199,11 @@ class PatchSet:
 
         Raises:
             OtherVersion: there is no lock for the installed release, or the package isn't installed.
+            PatchError: no entry is for that role or process.
         """
         lock = self._need_lock()
+        if role is not None and process is not None:
+            _check_known(lock.manifest.entries, role, process)
         used = [
             entry
             for entry in lock.manifest.entries
@@ -404,13 +406,6 @@ class PatchSet:
             raise OtherVersion("the package to patch is not installed", todo="install it")
         return lock
 
-    def _known(self, what: str, name: str, known: Iterable[str]) -> None:
-        names = sorted(set(known))
-        if name not in names:
-            raise PatchError(
-                f"no entry of the manifest is for this {what}", expected=" | ".join(names), found=repr(name)
-            )
-
     def _raise_failure(self) -> None:
         if self._failure is not None:
             error, traceback = self._failure
@@ -424,3 +419,27 @@ class PatchSet:
                 self._failure = (error, error.__traceback__)
 
         return Sticky(fail)
+
+
+def _check_known(entries: Iterable[Entry], role: str, process: str) -> None:
+    """Whether an entry is for a role, and one for a process; an entry of roles that names no process is for each.
+
+    Raises:
+        PatchError: there is none.
+    """
+    used = [entry for entry in entries if entry.when == "role"]
+    for what, name, known, any_name in (
+        ("role", role, {name for entry in entries for name in entry.roles}, False),
+        (
+            "process",
+            process,
+            {name for entry in entries for name in entry.processes},
+            not all(e.processes for e in used),
+        ),
+    ):
+        if name not in known and not any_name:
+            raise PatchError(
+                f"no entry of the manifest is for this {what}",
+                expected=" | ".join(sorted(known)) or f"an entry that names a {what}",
+                found=repr(name),
+            )

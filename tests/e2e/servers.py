@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from afdpatch.cli.servers import Server, free_port
+from afdpatch.cli.servers import Server, children, free_port
 from afdpatch.cli.topology import SERVER_ENV
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +74,17 @@ def state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
     except OSError:
         return ""
+
+
+def processes_below(pid: int) -> set[int]:
+    """All descendants of a process."""
+    found: set[int] = set()
+    todo = [pid]
+    while todo:
+        below = children(todo.pop())
+        found.update(below)
+        todo += below
+    return found
 
 
 def ask(server: Server, path: str = "/v1/completions", **body: Any) -> tuple[int, Any]:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from afdpatch.cli.servers import Server, ServerDied, children, get_status, stop_all
+from afdpatch.cli.servers import Server, ServerDied, get_status, stop_all
 from tests.e2e.cluster import EXTRA, LONG, SHORT, TOKENS, ZEROABLE, Cluster, Stream, streamed, title
 from tests.e2e.conftest import metrics
 from tests.e2e.driver import rpc
-from tests.e2e.servers import GONE, LAYERS, OPTIONS, state, until
+from tests.e2e.servers import GONE, LAYERS, OPTIONS, processes_below, state, until
 from tests.e2e.workers import FAULT
 
 pytestmark = pytest.mark.full
@@ -222,10 +222,9 @@ def test_an_attention_server_that_dies_while_the_pair_starts_is_forgotten(
 
 
 def stopped_worker(server: Server) -> int | None:
-    """The process id of a server's EngineCore, which is its worker too, once it is stopped."""
-    main = server.main_pid
-    found = [pid for pid in children(main) if "EngineCore" in title(pid)] if main is not None else []
-    return next((pid for pid in found if state(pid) == "T"), None)
+    """The process id of a server's worker, below its EngineCore or that itself, once it is stopped."""
+    found = processes_below(server.pid)
+    return next((pid for pid in found if state(pid) == "T" and ("Worker" in title(pid) or "Core" in title(pid))), None)
 
 
 def test_servers_that_dont_fit_end_both_with_field_and_values(tmp_path: Path) -> None:

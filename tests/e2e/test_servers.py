@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from afdpatch.cli.servers import Server, children, free_port, get_status, port_is_free, wait_all
+from afdpatch.cli.servers import Server, free_port, get_status, port_is_free, wait_all
 from afdpatch.cli.topology import afd_pair
 from tests.e2e.conftest import metrics
 from tests.e2e.servers import (
@@ -20,6 +20,7 @@ from tests.e2e.servers import (
     OPTIONS,
     PROMPT,
     ask,
+    processes_below,
     rows_are_alike,
     said,
     same,
@@ -133,17 +134,6 @@ def test_the_ffn_servers_health_follows_its_loop(pair: tuple[Server, Server]) ->
         os.kill(worker, signal.SIGCONT)
     until(lambda: get_status("127.0.0.1", ffn.port, "/health") == 200, 20, "/health 200 when it goes on")
     assert ask(pair[0])[0] == 200
-
-
-def processes_below(pid: int) -> set[int]:
-    """All descendants of a process."""
-    found: set[int] = set()
-    todo = [pid]
-    while todo:
-        below = children(todo.pop())
-        found.update(below)
-        todo += below
-    return found
 
 
 def leftovers(afd_port: int) -> set[str]:

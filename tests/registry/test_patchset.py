@@ -216,6 +216,19 @@ def test_an_unknown_role_or_process_is_an_error_that_can_be_corrected(world: Wor
     patches.apply(role="red", process="worker")
 
 
+def test_an_entry_that_names_no_process_is_for_each_kind(world: World) -> None:
+    core = world.load("PKG.core")
+    patches = world.patchset(world.entry(processes=[]), world.entry("PKG.core:Engine.run", processes=["api"]))
+    assert [step.entry.id for step in patches.plan(role="red", process="worker")] == ["core.free"]
+    patches.apply(role="red", process="worker")
+    assert core.free(1) == ("ours", 8)
+
+
+def test_a_plan_for_an_unknown_process_is_an_error_too(world: World) -> None:
+    with pytest.raises(PatchError, match="no entry of the manifest is for this process"):
+        world.patchset(world.entry()).plan(role="red", process="elsewhere")
+
+
 def test_a_process_attests_what_it_has(world: World) -> None:
     patches = world.patchset(world.entry(), always(world, "PKG.core:Engine.run"))
     patches.apply(role="red", process="worker")
