@@ -134,7 +134,7 @@ class SourceFile:
             table = bindings(getattr(node, "body", []))
             if isinstance(node, fingerprint.Function):
                 parameters = (item.arg for item in ast.walk(node.args) if isinstance(item, ast.arg))
-                table = {name: [Binding(node, "")] for name in parameters} | table
+                table = {name: [Binding(node, ())] for name in parameters} | table
             self._scopes[node] = table
         return self._scopes[node]
 
