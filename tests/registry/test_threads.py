@@ -112,6 +112,16 @@ def test_an_import_that_fails_while_the_hook_is_registered_leaves_a_hook_for_the
     assert world.load("PKG.core").free(1) == ("ours", 8)
 
 
+def until_it_waits(thread: threading.Thread) -> None:
+    """Until a thread waits for a lock of Python's imports, which the set's own lock is one of."""
+    from _frozen_importlib import _blocking_on  # type: ignore[attr-defined]
+
+    end, tick = time.monotonic() + 30, threading.Event()
+    while not _blocking_on.get(thread.ident):
+        assert time.monotonic() < end, f"{thread} waits for no module"
+        tick.wait(0.005)
+
+
 @pytest.mark.parametrize("first", ["apply", "import"])
 @pytest.mark.parametrize("call", ["arm", "apply", "undo", "require"])
 def test_a_module_that_calls_the_set_while_another_thread_s_call_waits_for_it_is_an_error(
@@ -137,13 +147,13 @@ def test_a_module_that_calls_the_set_while_another_thread_s_call_waits_for_it_is
         calling.set()
         assert holding.wait(30)
         if first == "apply":
-            time.sleep(0.2)
+            until_it_waits(applying)
         quietly(lambda: getattr(patches, call)(**({"role": "red", "process": "worker"} if call == "apply" else {})))
 
     def installing() -> None:  # in apply
         holding.set()
         if first == "import":
-            time.sleep(0.2)
+            until_it_waits(importing)
         world.load("PKG.core")
 
     ours.call, ours.installing = called, installing
