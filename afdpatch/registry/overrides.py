@@ -129,8 +129,8 @@ def _sources(tree: SourceTree, wanted: Class) -> Iterator[SourceFile]:
     names, searched = [wanted.node.name], set[str]()
     for name in names:
         letters = name.encode("utf-8", "surrogateescape")
-        for file, data in tree.contents:
-            if letters not in data or not (leads(data, letters) or file == wanted.source.file):
+        for file, data in tree.containing(letters):
+            if not (leads(data, letters) or file == wanted.source.file):
                 continue
             source = tree.source(file)
             if source is None or not source.parses:
