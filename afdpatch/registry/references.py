@@ -12,6 +12,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from types import (
     CellType,
     FrameType,
@@ -112,12 +113,21 @@ class _Search:
             yield f"{via if depth == 0 else ''}holders that aren't known: the search ends after {limit}"
             return
         self._seen.add(id(value))
-        referrers = gc.get_referrers(value)
-        self._lists.add(id(referrers))
-        for referrer in referrers:
-            passing = isinstance(referrer, FrameType) or type(referrer).__name__ in _PASSING
-            if id(referrer) not in self._lists and not passing:
-                yield from self._held_by(referrer, value, via, depth)
+        with self._referrers(value) as referrers:
+            for referrer in referrers:
+                passing = isinstance(referrer, FrameType) or type(referrer).__name__ in _PASSING
+                if id(referrer) not in self._lists and not passing:
+                    yield from self._held_by(referrer, value, via, depth)
+
+    @contextmanager
+    def _referrers(self, value: object) -> Iterator[list[Any]]:
+        """What refers to an object. On Python 3.10 the frame that has this list is in it: a cycle, if it stayed."""
+        found = gc.get_referrers(value)
+        self._lists.add(id(found))
+        try:
+            yield found
+        finally:
+            found.clear()
 
     def _held_by(self, referrer: Any, value: object, via: str, depth: int) -> Iterator[str]:
         kind = type(referrer)
@@ -162,24 +172,23 @@ class _Search:
             return
         keys = [key for key, held in list(referrer.items()) if held is value]
         key = f"[{keys[0]!r}]" if keys and isinstance(keys[0], str) else ""
-        referrers = gc.get_referrers(referrer)
-        self._lists.add(id(referrers))
-        for above in referrers:
-            if isinstance(above, type) and vars(above).get(keys[0] if keys else "") is value:
-                yield from self._class(above, value, via)
-                return
-            if isinstance(above, FunctionType):
-                home = str(above.__globals__.get("__name__", ""))
-                if not (self._ignored(home) or above.__annotations__ is referrer):
-                    yield f"{via}an attribute of {home}.{above.__code__.co_name}"
-                return
-            if vars_of(above) is referrer and type(above) in _KINDS:
-                yield from self._held_by(above, value, via, depth)
-                return
-            if vars_of(above) is referrer:
-                if not (type(above).__module__.startswith("afdpatch.registry") or _only_says(above, value)):
-                    yield f"{via}an attribute of an object of {type(above).__module__}.{type(above).__qualname__}"
-                return
+        with self._referrers(referrer) as referrers:
+            for above in referrers:
+                if isinstance(above, type) and vars(above).get(keys[0] if keys else "") is value:
+                    yield from self._class(above, value, via)
+                    return
+                if isinstance(above, FunctionType):
+                    home = str(above.__globals__.get("__name__", ""))
+                    if not (self._ignored(home) or above.__annotations__ is referrer):
+                        yield f"{via}an attribute of {home}.{above.__code__.co_name}"
+                    return
+                if vars_of(above) is referrer and type(above) in _KINDS:
+                    yield from self._held_by(above, value, via, depth)
+                    return
+                if vars_of(above) is referrer:
+                    if not (type(above).__module__.startswith("afdpatch.registry") or _only_says(above, value)):
+                        yield f"{via}an attribute of an object of {type(above).__module__}.{type(above).__qualname__}"
+                    return
         yield from self.climb(referrer, f"{via}dict{key}, ", depth - 1)
 
 
