@@ -14,9 +14,10 @@ from functools import cached_property
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.census import as_word, held_lines
+from afdpatch.registry.lineage import imported
 from afdpatch.registry.lock import Keeper
 from afdpatch.registry.overrides import overrides_of
-from afdpatch.registry.scope import Binding, alias_of, at_import, bindings, dotted
+from afdpatch.registry.scope import Binding, at_import, bindings, dotted
 from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent
 from afdpatch.registry.unsound import last_name
 from afdpatch.registry.values import loads
@@ -85,7 +86,7 @@ def _files(tree: SourceTree, target: str, holders: Collection[str], names: Colle
         else [name.rpartition(".")[2].encode("utf-8", "surrogateescape") for name in (module, *holders)]
     )
     dotted_names = [b"." + name.encode("utf-8", "surrogateescape") for name in names]
-    mentions = {file for name in dotted_names for file, data in tree.contents if name in data}
+    mentions = {file for name in dotted_names for file, _ in tree.containing(name)}
     for file, data in tree.contents:
         if file in own:
             yield file
@@ -337,27 +338,10 @@ class _Reader:
                 if another and another[0] != names[0]:  # `E = core.Engine`
                     return self._resolved([*another, *names[1:]])
                 return f"{self._source.module}:{'.'.join(names)}"
-            alias = alias_of(node, names[0])
-            if isinstance(node, ast.ImportFrom):
-                origin = self._source.absolute(node)
-                inner = f"{origin}.{alias.name}"
-                if not self._is_ours(origin):
-                    continue
-                if self._tree.file(inner) is None:
-                    return self._tree.definition(origin, ".".join([alias.name, *names[1:]]))
-                path = [*inner.split("."), *names[1:]]
-            else:
-                path = [*(alias.name if alias.asname else names[0]).split("."), *names[1:]]
-                if not self._is_ours(alias.name):
-                    continue
-            for cut in range(len(path) - 1, 0, -1):
-                if self._tree.file(".".join(path[:cut])) is not None:
-                    return self._tree.definition(".".join(path[:cut]), ".".join(path[cut:]))
+            module, onward = imported(self._tree, self._source, node, names)
+            if onward and module.partition(".")[0] == self._tree.package:
+                return self._tree.definition(module, ".".join(onward))
         return None
-
-    def _is_ours(self, module: str) -> bool:
-        """Whether a module is the package's; another package's doesn't have the target."""
-        return module.partition(".")[0] == self._tree.package
 
     @property
     def _inside_owner(self) -> bool:

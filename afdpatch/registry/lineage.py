@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from afdpatch.registry import fingerprint
-from afdpatch.registry.scope import Binding, alias_of
+from afdpatch.registry.scope import Binding, alias_of, dotted
 
 if TYPE_CHECKING:
     from afdpatch.registry.source import SourceFile, SourceTree
-
-_CHECKING = r"\((?:Name id|Attribute attr)=str:'TYPE_CHECKING'"
-_FOR_CHECKERS = re.compile(rf"/If\.body \[?{_CHECKING}|/If\.orelse \[?\(UnaryOp op=\(Not\) operand={_CHECKING}")
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class Class:
     def bound(self, name: str) -> list[Binding]:
         """What gives the class an attribute of its own, in the order of the source; empty if it ends up without."""
         found = self.source.scope(self.node).get(name, [])
-        ran = [item for item in found if runs(item)]
+        ran = [item for item in found if item.runs]
         if ran and not isinstance(ran[-1].node, ast.Delete):
             return found
         assigned = self.source.assigned(f"{self.qualname}.{name}")
@@ -57,11 +53,6 @@ class Class:
 
 def _name(node: ast.AST) -> str:
     return str(getattr(node, "name", ""))
-
-
-def runs(binding: Binding) -> bool:
-    """Whether a statement runs: not what is there for type checkers only."""
-    return not _FOR_CHECKERS.search(binding.guard)
 
 
 def possible(found: Sequence[Binding], before: tuple[int, int] | None = None) -> list[Binding]:
@@ -75,11 +66,11 @@ def possible(found: Sequence[Binding], before: tuple[int, int] | None = None) ->
     """
     kept: list[Binding] = []
     for item in reversed(found):
-        if (before is None or _position(item.node) < before) and runs(item):
+        if (before is None or _position(item.node) < before) and item.runs:
             kept.append(item)
-            if not item.guard:
+            if not item.within:
                 break
-    return sorted(kept, key=lambda item: "/Try.except" in item.guard)
+    return sorted(kept, key=lambda item: any(suite.name.endswith(".except") for suite in item.within))
 
 
 def _position(node: ast.stmt) -> tuple[int, int]:
@@ -117,7 +108,7 @@ def _merged(orders: Sequence[Sequence[Class]]) -> Iterator[Class]:
 
 def named(tree: SourceTree, cls: Class, base: ast.expr) -> Iterator[Class]:
     """The classes that one of a class's bases may be, the likeliest first; none if it can't be followed."""
-    yield from _visible(tree, cls.source, cls.around, dotted(base), _position(cls.node), frozenset())
+    yield from _visible(tree, cls.source, cls.around, base_names(base), _position(cls.node), frozenset())
 
 
 def mentioned(tree: SourceTree, cls: Class, base: ast.expr) -> Iterator[Class]:
@@ -127,21 +118,15 @@ def mentioned(tree: SourceTree, cls: Class, base: ast.expr) -> Iterator[Class]:
         node = todo.pop()
         if isinstance(node, ast.Subscript):
             todo.append(node.value)
-        elif isinstance(node, ast.expr) and dotted(node):
+        elif isinstance(node, ast.expr) and base_names(node):
             yield from named(tree, cls, node)
         else:
             todo += ast.iter_child_nodes(node)
 
 
-def dotted(node: ast.expr) -> list[str]:
+def base_names(node: ast.expr) -> list[str]:
     """The names of `a.b.c` and of `a.b.c[…]`; empty for anything else."""
-    if isinstance(node, ast.Subscript):
-        node = node.value
-    names: list[str] = []
-    while isinstance(node, ast.Attribute):
-        names.insert(0, node.attr)
-        node = node.value
-    return [node.id, *names] if isinstance(node, ast.Name) else []
+    return dotted(node.value if isinstance(node, ast.Subscript) else node)
 
 
 _Seen = frozenset[tuple[str, ...]]
@@ -188,7 +173,7 @@ def _led(
         yield from _attribute(tree, Class(source, node, around), rest, seen)
     elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
         if all(isinstance(target, ast.Name) for target in getattr(node, "targets", ())):
-            yield from _visible(tree, source, around, _and(dotted(node.value), rest), _position(node), seen)
+            yield from _visible(tree, source, around, _and(base_names(node.value), rest), _position(node), seen)
     elif isinstance(node, ast.ImportFrom | ast.Import):
         module, onward = imported(tree, source, node, names)
         other = tree.file(module) if onward else None

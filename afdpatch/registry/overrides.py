@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 
 from afdpatch.registry import fingerprint
-from afdpatch.registry.lineage import Class, bases, lineage, mentioned, runs
+from afdpatch.registry.lineage import Class, bases, lineage, mentioned
 from afdpatch.registry.lock import Keeper
 from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent
 
@@ -77,7 +77,7 @@ def _keeper(kind: str, where: str, item: Class, node: ast.stmt | ast.expr) -> Ke
 
 def _own(tree: SourceTree, item: Class, owner: Class, last: str) -> Iterator[Keeper]:
     """What a subclass has in a target's place, be it of its own or of another base that comes before the owner."""
-    found = [[one for one in item.bound(name) if runs(one)] for name in (last, "__getattribute__")]
+    found = [[one for one in item.bound(name) if one.runs] for name in (last, "__getattribute__")]
     nodes: list[ast.stmt] = [ran[0].node for ran in found if ran]
     reached = any(_reached(tree, base, last, owner) is owner for base in bases(tree, item))
     if not nodes and reached and _reached(tree, item, last, owner) is not owner:

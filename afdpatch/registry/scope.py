@@ -19,6 +19,14 @@ class Suite(NamedTuple):
     head: Sequence[ast.AST]
     statements: Sequence[ast.stmt]
 
+    @property
+    def for_checkers(self) -> bool:
+        """Whether it never runs: under `if TYPE_CHECKING`, or in the `else` of `if not TYPE_CHECKING`."""
+        test = self.head[0] if self.head else None
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            return self.name == "If.orelse" and _is_checking(test.operand)
+        return self.name == "If.body" and isinstance(test, ast.expr) and _is_checking(test)
+
 
 @dataclass(frozen=True)
 class Binding:
@@ -26,6 +34,11 @@ class Binding:
 
     node: ast.stmt
     within: tuple[Suite, ...]
+
+    @property
+    def runs(self) -> bool:
+        """Whether it runs, and isn't there for type checkers only."""
+        return not any(suite.for_checkers for suite in self.within)
 
     @property
     def guard(self) -> str:
@@ -94,10 +107,9 @@ def at_import(statements: Sequence[ast.stmt]) -> Iterator[tuple[ast.stmt, tuple[
         yield node, classes
         if isinstance(node, ast.ClassDef):
             todo += [(inner, (*classes, node.name)) for inner in reversed(node.body)]
-        elif isinstance(node, ast.If) and _only_for_checkers(node.test):
-            todo += [(inner, classes) for inner in reversed(node.orelse)]
         else:
-            todo += [(inner, classes) for suite in reversed(_suites(node)) for inner in reversed(suite.statements)]
+            suites = [suite for suite in reversed(_suites(node)) if not suite.for_checkers]
+            todo += [(inner, classes) for suite in suites for inner in reversed(suite.statements)]
 
 
 def dotted(node: ast.expr) -> list[str]:
@@ -109,7 +121,7 @@ def dotted(node: ast.expr) -> list[str]:
     return [node.id, *reversed(names)] if isinstance(node, ast.Name) else []
 
 
-def _only_for_checkers(test: ast.expr) -> bool:
+def _is_checking(test: ast.expr) -> bool:
     return dotted(test)[-1:] == ["TYPE_CHECKING"]
 
 

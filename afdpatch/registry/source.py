@@ -13,7 +13,7 @@ from pathlib import Path
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.files import DirectoryFiles, Files, SourceError
-from afdpatch.registry.lineage import Class, bound, dotted, imported, lineage, possible, runs
+from afdpatch.registry.lineage import Class, base_names, bound, imported, lineage, possible
 from afdpatch.registry.scope import Binding, attribute_bindings, bindings, kind_of
 
 
@@ -157,7 +157,7 @@ class SourceFile:
                 for alias in node.names:
                     table.setdefault(alias.name, set()).update([alias.asname] if alias.asname else [])
             elif isinstance(node, ast.Assign | ast.AnnAssign):
-                name = dotted(node.value)[-1:] if node.value is not None else []
+                name = base_names(node.value)[-1:] if node.value is not None else []
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 for last in name:
                     table.setdefault(last, set()).update(item.id for item in targets if isinstance(item, ast.Name))
@@ -465,7 +465,7 @@ def _counts(tree: SourceTree, source: SourceFile, names: Sequence[str], found: S
     defined = [item.node for item in possible(found) or found if _defines(item)]
     if not defined:
         raise _imported(tree, source, names, found)
-    ran = [item.node for item in found if _defines(item) and runs(item)]
+    ran = [item.node for item in found if _defines(item) and item.runs]
     return (ran or defined)[-1]
 
 

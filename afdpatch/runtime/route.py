@@ -350,10 +350,6 @@ class Route:
                 break  # one that doesn't answer is enough for this time
         self._come_home()
 
-    def peers(self) -> int:
-        """How many FFN servers are connected now."""
-        return sum(connector.peer_alive() for connector in list(self._connections.values()))
-
     def close(self) -> None:
         """Say goodbye to all servers; a waiting hop ends with PeerLost. Closing twice is fine."""
         self._closed.set()

@@ -50,25 +50,31 @@ def test_threads_that_import_arm_and_apply_at_once_end_with_the_set(world: World
     assert world.load("PKG.user").use() == (("ours", 8), ("ours", 8))
 
 
+def begin_at_the_hook(thread: threading.Thread, ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins its import just before the hook is registered, and goes on when it is."""
+    import wrapt
+
+    real = wrapt.register_post_import_hook
+
+    def register(hook: Any, name: str) -> None:
+        if thread.ident is None:
+            thread.start()
+            assert ours.begun.wait(30)
+        real(hook, name)
+        ours.go_on.set()
+
+    monkeypatch.setattr(wrapt, "register_post_import_hook", register)
+
+
 def test_an_import_that_begins_while_the_hook_is_registered_is_waited_for(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import wrapt
-
     world.core("LIMIT = 3", "import OURS\nOURS.begun.set()\nOURS.go_on.wait(30)\nLIMIT = 3".replace("OURS", world.ours))
     patches = world.patchset(always(world))
     ours = world.load("OURS")
     ours.begun, ours.go_on = threading.Event(), threading.Event()
     thread = threading.Thread(target=world.load, args=("PKG.core",), daemon=True)
-    real = wrapt.register_post_import_hook
-
-    def register(hook: Any, name: str) -> None:
-        thread.start()
-        assert ours.begun.wait(30)
-        real(hook, name)
-        ours.go_on.set()
-
-    monkeypatch.setattr(wrapt, "register_post_import_hook", register)
+    begin_at_the_hook(thread, ours, monkeypatch)
     patches.arm()
     thread.join(30)
     assert world.load("PKG.core").free(1) == ("ours", 8)
@@ -78,8 +84,6 @@ def test_an_import_that_begins_while_the_hook_is_registered_is_waited_for(
 def test_an_import_that_fails_while_the_hook_is_registered_leaves_a_hook_for_the_next(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import wrapt
-
     world.core("LIMIT = 3", f"import {world.ours} as o\no.begun.set()\no.go_on.wait(30)\no.first()\nLIMIT = 3")
     patches = world.patchset(always(world))
     ours = world.load("OURS")
@@ -96,16 +100,7 @@ def test_an_import_that_fails_while_the_hook_is_registered_leaves_a_hook_for_the
             world.load("PKG.core")
 
     thread = threading.Thread(target=importing, daemon=True)
-    real = wrapt.register_post_import_hook
-
-    def register(hook: Any, name: str) -> None:
-        if thread.ident is None:
-            thread.start()
-            assert ours.begun.wait(30)
-        real(hook, name)
-        ours.go_on.set()
-
-    monkeypatch.setattr(wrapt, "register_post_import_hook", register)
+    begin_at_the_hook(thread, ours, monkeypatch)
     patches.arm()
     thread.join(30)
     assert patches.states() == {"core.free": State.PENDING}
