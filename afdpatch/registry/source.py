@@ -13,8 +13,8 @@ from pathlib import Path
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.files import DirectoryFiles, Files, SourceError
-from afdpatch.registry.lineage import Class, base_names, bound, imported, lineage, possible
-from afdpatch.registry.scope import Binding, attribute_bindings, bindings, kind_of
+from afdpatch.registry.lineage import Class, base_names, lineage
+from afdpatch.registry.scope import Binding, attribute_bindings, bindings
 
 
 class SymbolAbsent(LookupError):
@@ -343,11 +343,15 @@ class SourceTree:
             SymbolMoved: the module only imports it.
             SymbolAbsent: the module has no such name.
         """
-        return _resolve(self, symbol)[0]
+        from afdpatch.registry.resolving import resolve  # which reads what is here
+
+        return resolve(self, symbol)[0]
 
     def nodes(self, symbol: str) -> tuple[SourceFile, list[ast.stmt]]:
         """The file and the syntax trees of a symbol's definitions. Raises as `resolve` does."""
-        found, nodes = _resolve(self, symbol)
+        from afdpatch.registry.resolving import resolve
+
+        found, nodes = resolve(self, symbol)
         source = self.source(found.file)
         assert source is not None, found.file
         return source, nodes
@@ -358,162 +362,18 @@ class SourceTree:
         Raises:
             SymbolAbsent: as `resolve` does.
         """
-        found = _find(self, symbol)
+        from afdpatch.registry.resolving import find
+
+        found = find(self, symbol)
         return lineage(self, found.cls) if found.cls is not None else ()
 
     def definition(self, module: str, qualname: str) -> str:
         """Where a name of a module is defined: `from x import y` is followed as far as it can be."""
-        return _definition(self, module, qualname)
+        from afdpatch.registry.resolving import definition
+
+        return definition(self, module, qualname)
 
 
 def module_of(file: str) -> str:
     """The module that a file, given by its path from the root, is the source of."""
     return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A symbol's definitions.
-
-    Attributes:
-        source: the file.
-        owner: the class that has it, or None.
-        passed: the classes that were asked before, of which it inherits.
-        bindings: what binds its name, in the order of the source.
-        last: the definition that counts.
-    """
-
-    source: SourceFile
-    owner: Class | None
-    passed: tuple[Class, ...]
-    bindings: list[Binding]
-    last: ast.stmt
-
-    @property
-    def cls(self) -> Class | None:
-        """It, if it is a class."""
-        around = (*self.owner.around, self.owner.node) if self.owner is not None else ()
-        return Class(self.source, self.last, around) if isinstance(self.last, ast.ClassDef) else None
-
-
-def _resolve(tree: SourceTree, asked: str) -> tuple[Symbol, list[ast.stmt]]:
-    with tree.asking() as modules:
-        found = _find(tree, asked)
-        name = asked.rpartition(":")[2].rpartition(".")[2]
-        others, later = _others(tree, found, name)
-        files = {source.file for module in tuple(modules) if (source := tree.file(module)) is not None}
-    # What an import or a star after it may put in its place is a part of it too.
-    items = [*others, *found.bindings, *(item for item in later if item.node.lineno > found.last.lineno)]
-    nodes = [item.node for item in items]
-    heads = [item.node for item in found.passed]
-    if found.owner is not None:
-        heads += [node for node in (*found.owner.around, found.owner.node) if isinstance(node, ast.ClassDef)]
-    kind, decorators = kind_of(found.last)
-    result = Symbol(
-        name=asked,
-        defined_as=f"{found.owner.symbol}.{name}" if found.owner is not None else f"{found.source.module}:{name}",
-        kind=kind,
-        file=found.source.file,
-        line=found.last.lineno,
-        decorators=decorators,
-        body=fingerprint.body(nodes),
-        interface=fingerprint.interface(nodes, [item.guard for item in items], heads),
-        files=tuple(sorted(files)),
-    )
-    return result, [node for node in nodes if node is not found.last] + [found.last]
-
-
-def _find(tree: SourceTree, symbol: str) -> _Found:
-    module, _, qualname = symbol.partition(":")
-    source = tree.file(module)
-    if source is None:
-        raise SymbolAbsent(f"there is no module {module}")
-    names = qualname.split(".")
-    found = _top(tree, source, names)
-    passed: tuple[Class, ...] = ()
-    for index, name in enumerate(names[1:], 1):
-        owner = found.cls
-        if owner is None:
-            what = f"{module}:{'.'.join(names[:index])}"
-            raise SymbolAbsent(f"{what} is not a class ({found.source.file}:{found.last.lineno})")
-        order = (owner,) if owner.bound(name) else lineage(tree, owner)
-        at = next((at for at, item in enumerate(order) if item.bound(name)), None)
-        if at is None:
-            where = f"class {owner.node.name} ({owner.source.file}:{owner.node.lineno})"
-            raise SymbolAbsent(f"{where} neither has nor visibly inherits {'.'.join(names[index:])!r}")
-        passed += order[:at]
-        bindings = order[at].bound(name)
-        found = _Found(
-            order[at].source, order[at], passed, bindings, _counts(tree, order[at].source, names[index:], bindings)
-        )
-    return found
-
-
-def _top(tree: SourceTree, source: SourceFile, names: Sequence[str]) -> _Found:
-    found = bound(tree, source, names[0])
-    if found and isinstance(found[-1].node, ast.Delete):
-        raise SymbolAbsent(f"{source.file}:{found[-1].node.lineno} deletes {names[0]!r}")
-    return _Found(source, None, (), found, _counts(tree, source, names, found))
-
-
-def _counts(tree: SourceTree, source: SourceFile, names: Sequence[str], found: Sequence[Binding]) -> ast.stmt:
-    """The definition that counts among the bindings of the first of some names.
-
-    Raises:
-        SymbolAbsent: imports bind it.
-    """
-    defined = [item.node for item in possible(found) or found if _defines(item)]
-    if not defined:
-        raise _imported(tree, source, names, found)
-    ran = [item.node for item in found if _defines(item) and item.runs]
-    return (ran or defined)[-1]
-
-
-def _defines(binding: Binding) -> bool:
-    return not isinstance(binding.node, ast.Import | ast.ImportFrom | ast.Delete)
-
-
-def _others(tree: SourceTree, found: _Found, name: str) -> tuple[list[Binding], list[Binding]]:
-    """What else the names of the classes around a symbol may be, and what may bind the symbol's own name."""
-    if found.owner is None:
-        return [], found.source.top("*")
-    others: list[Binding] = []
-    chain = [*found.owner.around, found.owner.node]
-    for index, node in enumerate(chain):
-        if not isinstance(node, ast.ClassDef):
-            continue
-        scope = (
-            found.source.scope(chain[index - 1]).get(node.name, []) if index else bound(tree, found.source, node.name)
-        )
-        others += [item for item in scope if item.node is not node]
-        others += [item for item in found.source.top("*") if not index and item.node.lineno > node.lineno]
-    return others, found.source.assigned(f"{found.owner.qualname}.{name}")
-
-
-def _definition(tree: SourceTree, module: str, qualname: str, seen: tuple[str, ...] = ()) -> str:
-    """Follows `from x import y` from a module to the one that defines a name; stops where it can't be followed."""
-    source = tree.file(module)
-    here = f"{module}:{qualname}"
-    names = qualname.split(".")
-    if source is None or here in seen or not source.parses:
-        return here
-    every = bound(tree, source, names[0])
-    found = [item.node for item in possible(every) or every]
-    node = found[0] if found else None
-    if not isinstance(node, ast.ImportFrom) or any(not isinstance(item, ast.ImportFrom) for item in found):
-        return here
-    there, onward = imported(tree, source, node, names)
-    return _definition(tree, there, ".".join(onward), (*seen, here)) if onward else here
-
-
-def _imported(tree: SourceTree, source: SourceFile, names: Sequence[str], found: Sequence[Binding]) -> SymbolAbsent:
-    node = next((item.node for item in possible(found) or found), None)
-    definition = f"{source.module}:{'.'.join(names)}"
-    if isinstance(node, ast.ImportFrom):
-        there, onward = imported(tree, source, node, names)
-        definition = _definition(tree, there, ".".join(onward), (definition,)) if onward else definition
-    if definition != f"{source.module}:{'.'.join(names)}":
-        return SymbolMoved(f"{source.file} only imports it; it is defined at {definition}", definition)
-    if found:
-        return SymbolAbsent(f"{source.file}:{found[-1].node.lineno} imports {names[0]!r} as a module")
-    return SymbolAbsent(f"{source.file} has no {names[0]!r}")
