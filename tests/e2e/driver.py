@@ -9,6 +9,7 @@ import faulthandler
 import json
 import os
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -71,6 +72,7 @@ def main() -> None:
     out: dict[str, Any] = {"cases": {name: runner.run(name) for name in spec["cases"]}}
     out["steps"] = runner.steps
     if spec.get("zero_url"):
+        wait_for(spec["zero_url"])
         rpc(spec["zero_url"], "zero_ffn", True)
         out["zero"] = {name: runner.run(name) for name in spec["cases"]}
         rpc(spec["zero_url"], "zero_ffn", False)
@@ -88,6 +90,18 @@ def main() -> None:
         # Counters are named by an enum's members there, which JSON doesn't take as keys.
         out["page"] = {key: value for key, value in asdict(page.snapshot()).items() if not isinstance(value, dict)}
     Path(sys.argv[2]).write_text(json.dumps(out))
+
+
+def wait_for(url: str, seconds: float = 120) -> None:
+    """Wait until a server answers /health with 200: an FFN server serves hops before it listens for HTTP."""
+    from afdpatch.cli.servers import get_status
+
+    host, port = url.removeprefix("http://").split(":")
+    end, tick = time.monotonic() + seconds, threading.Event()
+    while (status := get_status(host, int(port), "/health")) != 200:
+        if time.monotonic() > end:
+            raise TimeoutError(f"expected /health of {url} to be 200 within {seconds:g} s, found {status}")
+        tick.wait(0.1)
 
 
 def rpc(url: str, method: str, *args: Any) -> Any:
