@@ -8,6 +8,11 @@ from .helpers import ffn_process, new_address
 
 
 @pytest.fixture(params=["shm", "tcp"])
+def transport(request):
+    return request.param
+
+
+@pytest.fixture(params=["shm", "tcp"])
 def address(request):
     return new_address(request.param)
 
