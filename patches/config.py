@@ -12,13 +12,13 @@ from afdpatch.patches.checkpoint import require_safetensors
 from afdpatch.patches.features import check_arguments, check_features, refuse
 from afdpatch.patches.models import tables
 from afdpatch.patches.parallel import check_patience, check_ranks, set_computes_experts, workers_of
-from afdpatch.patches.settings import AfdSettings
+from afdpatch.patches.settings import HOP_OP, AfdSettings
 from afdpatch.registry import Finding, PatchError
 from afdpatch.runtime.config import AfdConfig, ConfigError
 from afdpatch.runtime.status import ENVIRONMENT_KEY, StatusPage
 
 if TYPE_CHECKING:
-    from vllm.config import SchedulerConfig, VllmConfig
+    from vllm.config import CompilationConfig, SchedulerConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -104,6 +104,7 @@ def _with_afd(
     check_patience(afd, parallel)
     if afd.role == "attention":
         _settle_scheduler(vllm_config.scheduler_config)
+        _cut_at_hops(vllm_config.compilation_config)
         if parallel.data_parallel_size > 1:
             set_computes_experts(vllm_config.model_config, False)
             parallel.is_moe_model = False  # vLLM wrote down what it was before this was known
@@ -166,6 +167,22 @@ def _settle_graphs(args: "EngineArgs", afd: AfdConfig) -> None:
         args.enforce_eager = True
     elif not args.enforce_eager and args.compilation_config.cudagraph_mode is None:
         args.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+
+
+def _cut_at_hops(compilation: "CompilationConfig") -> None:
+    """Piecewise graphs end before a hop and go on behind it, as at attention.
+
+    What is asked for as whole graphs (FULL), vLLM makes piecewise for batches that its attention has no graph for.
+    """
+    from vllm.config import CUDAGraphMode
+
+    cuts = compilation.splitting_ops
+    if (
+        cuts
+        and HOP_OP not in cuts
+        and compilation.cudagraph_mode not in (CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY)
+    ):
+        cuts.append(HOP_OP)
 
 
 def _verify() -> None:

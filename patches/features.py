@@ -52,6 +52,18 @@ def _offload(vllm: "VllmConfig") -> str | None:
     return "on" if on else None
 
 
+def _pieces(vllm: "VllmConfig") -> str | None:
+    """What would cut the model into pieces for CUDA graphs, other than vLLM's compilation at the splitting ops."""
+    from vllm import envs
+
+    compilation = vllm.compilation_config
+    if not compilation.cudagraph_mode:
+        return None
+    if envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
+        return "VLLM_USE_BREAKABLE_CUDAGRAPH"
+    return "use_inductor_graph_partition" if compilation.use_inductor_graph_partition else None
+
+
 def _on_gpu(vllm: "VllmConfig") -> bool:
     return bool(vllm.device_config.device_type == "cuda")
 
@@ -63,12 +75,7 @@ CHECKS: dict[str, Check] = {
         and f"{afd.connector} on {c.device_config.device_type}"
     ),
     "runner-v2": lambda afd, c: c.device_config.device_type == "cpu" and c.use_v2_model_runner,
-    "piecewise-graphs": lambda afd, c: (
-        _on_gpu(c)
-        and afd.role == "attention"
-        and c.compilation_config.cudagraph_mode.has_piecewise_cudagraphs()
-        and c.compilation_config.cudagraph_mode.name
-    ),
+    "piecewise-graphs": lambda afd, c: _on_gpu(c) and afd.role == "attention" and _pieces(c),
     "gpu-tensor-parallel": lambda afd, c: _on_gpu(c) and _above_one(c.parallel_config.tensor_parallel_size),
     "gpu-data-parallel": lambda afd, c: _on_gpu(c) and _above_one(c.parallel_config.data_parallel_size),
     "gate-on-attention": lambda afd, c: afd.compute_gate_on_attention,

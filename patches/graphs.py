@@ -1,30 +1,39 @@
 """Graph seam: before the attention server replays a CUDA graph, the FFN server is told to replay its half.
 
-A graph that went with its connection (connector `nccl`) isn't replayed; the step is launched eagerly.
+A graph that went with its connection (connector `nccl`) isn't replayed; the step is launched eagerly. The hops between
+the graphs of a model's pieces are launched one by one, as those of an eager step are.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from afdpatch.patches.settings import settings_of
+from afdpatch.patches.settings import CAPTURES, HOP_OP, settings_of
 from afdpatch.runtime.connectors.base import StepLost
+
+if TYPE_CHECKING:
+    from vllm.config import CompilationConfig
 
 
 def cuda_graph_wrapper_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around `CUDAGraphWrapper.__call__` (runner V1)."""
+    """Around `CUDAGraphWrapper.__call__`: the whole model's graph (runner V1), or a piece's (both runners)."""
     from vllm.config import CUDAGraphMode
     from vllm.forward_context import get_forward_context, is_forward_context_available
 
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         settings = settings_of(self.vllm_config)
-        if settings is not None and self.runtime_mode == CUDAGraphMode.FULL and is_forward_context_available():
+        if settings is not None and is_forward_context_available():
             context = get_forward_context()
             shape = context.batch_descriptor
             if context.cudagraph_runtime_mode == self.runtime_mode and shape is not None:
                 entry = self.concrete_cudagraph_entries.get(shape)
-                if entry is not None and entry.cudagraph is not None:  # else it is captured now
+                captured = entry is not None and entry.cudagraph is not None
+                if self.runtime_mode == CUDAGraphMode.PIECEWISE:
+                    if not captured:
+                        _check_cut(self.compilation_config)
+                        context.additional_kwargs[CAPTURES] = True
+                elif captured:  # else it is captured now, and the hops with it
                     route = settings.link.route
                     if route.begin_replay(shape.num_tokens):
                         output = original(self, *args, **kwargs)
@@ -34,6 +43,20 @@ def cuda_graph_wrapper_call(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return __call__
+
+
+def _check_cut(compilation: "CompilationConfig") -> None:
+    """A hop within a piece would be captured with it, and no replay would tell the FFN server.
+
+    Raises:
+        RuntimeError: the model isn't cut at hops, since vLLM has changed its mind about graphs after its configuration.
+    """
+    if HOP_OP not in (compilation.splitting_ops or ()) or compilation.use_inductor_graph_partition:
+        raise RuntimeError(
+            f"piecewise CUDA graphs: expected {HOP_OP} among splitting_ops, found {compilation.splitting_ops}; ask for "
+            f"cudagraph_mode FULL_AND_PIECEWISE, as vLLM has no graphs of whole decodes for this attention backend, or "
+            f"for --enforce-eager"
+        )
 
 
 def run_fullgraph(original: Callable[..., Any]) -> Callable[..., Any]:

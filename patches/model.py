@@ -13,7 +13,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from afdpatch.patches.models import ModelRow
-from afdpatch.patches.settings import AfdSettings, settings_of
+from afdpatch.patches.settings import CAPTURES, AfdSettings, settings_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -116,13 +116,13 @@ class RemoteFFN(PPMissingLayer):
         """
         if already_sequence_parallel:
             raise NotImplementedError("sequence-parallel MoE (already_sequence_parallel) is not supported by AFD")
-        result: torch.Tensor = torch.ops.afdpatch.ffn(hidden_states, self.name)
-        return result
+        output = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+        torch.ops.afdpatch.ffn(hidden_states, output, self.name)
+        return output
 
-    def ffn(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def ffn_into(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
         """The hop: what the custom op calls."""
-        result: torch.Tensor = self.link.hop(hidden_states, self.layer)
-        return result
+        self.link.hop(hidden_states, self.layer, output)
 
 
 def cut(model: nn.Module, vllm_config: "VllmConfig", settings: AfdSettings) -> nn.Module:
@@ -201,17 +201,22 @@ def _check_memory(model: nn.Module) -> None:
 # ---- the hop as an op -----------------------------------------------------------------------------------------------
 
 
-def _ffn(hidden_states: torch.Tensor, layer_name: str) -> torch.Tensor:
-    layer: Any = get_forward_context().no_compile_layers[layer_name]
-    result: torch.Tensor = layer.ffn(hidden_states)
-    return result
+def _ffn(hidden_states: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:
+    context = get_forward_context()
+    if CAPTURES in context.additional_kwargs:
+        return  # the rows are whatever lay in the graphs' memory
+    layer: Any = context.no_compile_layers[layer_name]
+    layer.ffn_into(hidden_states, output)
 
 
-def _ffn_fake(hidden_states: torch.Tensor, layer_name: str) -> torch.Tensor:
-    return torch.empty_like(hidden_states)
+def _ffn_fake(hidden_states: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:
+    return
 
 
 LIBRARY = torch.library.Library("afdpatch", "FRAGMENT")  # type: ignore[no-untyped-call]
-"""Holds the op `afdpatch::ffn(Tensor hidden_states, str layer_name) -> Tensor`, opaque to torch.compile. The layer is
-found by name in vLLM's forward context, as vLLM's own attention and MoE ops do."""
-direct_register_custom_op("ffn", _ffn, fake_impl=_ffn_fake, target_lib=LIBRARY)
+"""Holds the op `afdpatch::ffn(Tensor hidden_states, Tensor(a!) output, str layer_name) -> ()`, opaque to torch.compile.
+The layer is found by name in vLLM's forward context, as vLLM's own attention and MoE ops do.
+
+It writes into a tensor of its caller's: where the compiled model is cut at it and what lies between is replayed from
+CUDA graphs, the next graph reads at the address at which it read while it was captured."""
+direct_register_custom_op("ffn", _ffn, mutates_args=["output"], fake_impl=_ffn_fake, target_lib=LIBRARY)

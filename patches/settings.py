@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+HOP_OP = "afdpatch::ffn"
+"""The hop in a compiled model; `afdpatch.patches.model` registers it."""
+CAPTURES = "afdpatch.captures"
+"""Key in a forward context's `additional_kwargs`: in this forward, pieces of the model are captured into CUDA graphs,
+and nothing is computed."""
+
+
 class AfdSettings:
     """A server's role and model row, and, in a worker, its end of the connection.
 

@@ -74,6 +74,7 @@ def greeting_of(settings: AfdSettings, vllm_config: "VllmConfig", rank: int) -> 
         num_attention_ranks=settings.config.num_attention_ranks,
         num_ffn_ranks=settings.config.num_ffn_ranks,
         tensor_parallel=settings.config.ffn_tp,
+        a2f_dtype=settings.config.a2f_dtype,
     )
 
 
@@ -145,8 +146,8 @@ class AttentionLink(Link):
         if self.route is not None:
             self.route.wait_ready()
 
-    def hop(self, hidden_states: torch.Tensor, layer: int) -> torch.Tensor:
-        """A layer's FFN, computed by an FFN server: [rows, hidden] -> the same shape.
+    def hop(self, hidden_states: torch.Tensor, layer: int, out: torch.Tensor) -> None:
+        """A layer's FFN, computed by an FFN server: [rows, hidden] -> the same shape, into ``out``.
 
         Raises:
             ConnectorError: the step can't go on, on any rank of the tensor-parallel group.
@@ -154,10 +155,10 @@ class AttentionLink(Link):
         route = self.route
         if not self._shares:
             assert route is not None
-            result: torch.Tensor = route.hop(hidden_states, layer)
-            return result
+            route.hop(hidden_states, layer, out=out)
+            return
         hop = None if route is None else lambda: route.hop(hidden_states, layer)
-        return shared_hop(get_tp_group(), hop, hidden_states)
+        out.copy_(shared_hop(get_tp_group(), hop, hidden_states))
 
     def begin_serving(self) -> None:
         """The warm-up is over."""

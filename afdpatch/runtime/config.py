@@ -58,7 +58,9 @@ _OWN_EXTRA_KEYS = (
     "ffn_tp",
     "secret_file",
     "ffn_addresses",
+    "a2f_dtype",
 )
+A2F_DTYPES = ("auto", "fp8_e4m3")
 # Keys of afd-plugin's own connectors: they mean nothing to these here, but a command line that has them must run.
 _FOREIGN_EXTRA_KEYS = (
     "async_moe_num_ubatches",
@@ -121,6 +123,8 @@ class AfdConfig:
     """Tensor-parallel size of each FFN server."""
     secret_file: str | None = None
     ffn_addresses: tuple[str, ...] = ()
+    a2f_dtype: str = "auto"
+    """How hidden states travel to the FFN: in the model's dtype, or rounded. What comes back never is."""
     ignored: tuple[str, ...] = field(default=(), compare=False)
     """Keys of ``connector_extra_config`` that afd-plugin's connectors know and that have no effect here, sorted."""
 
@@ -168,6 +172,7 @@ class AfdConfig:
             ffn_tp=_count("connector_extra_config.ffn_tp", extra.get("ffn_tp", default.ffn_tp)),
             secret_file=_file(extra.get("secret_file", default.secret_file)),
             ffn_addresses=_addresses(extra.get("ffn_addresses", ())),
+            a2f_dtype=_a2f_dtype(extra.get("a2f_dtype", default.a2f_dtype)),
             ignored=ignored,
         )
         config._check_together()
@@ -192,6 +197,12 @@ class AfdConfig:
                 "connector_extra_config.ffn_tp",
                 f"{self.ffn_tp} with num_ffn_ranks {self.num_ffn_ranks}",
                 "allowed: a divisor of num_ffn_ranks, which counts workers",
+            )
+        if self.a2f_dtype != "auto" and self.transport != "ipc":
+            raise ConfigError(
+                "connector_extra_config.a2f_dtype",
+                f"{self.a2f_dtype} with connector {self.connector!r}",
+                "only connector 'ipc' rounds what it carries; leave it out, or use ipc",
             )
         if not self.over_tcp:
             if self.ffn_addresses:
@@ -243,6 +254,7 @@ class AfdConfig:
                 "merge": self.merge,
                 "ffn_tp": self.ffn_tp,
                 **({"secret_file": self.secret_file} if self.secret_file is not None else {}),
+                "a2f_dtype": self.a2f_dtype,
                 **({"ffn_addresses": list(self.ffn_addresses)} if self.ffn_addresses else {}),
             },
         }
@@ -409,6 +421,12 @@ def _rank(value: object, role: str, ranks: int) -> int:
 def _file(value: object) -> str | None:
     if value is not None and (not isinstance(value, str) or not value.strip() or "\0" in value):
         _fail("connector_extra_config.secret_file", value, "the path of a file")
+    return value
+
+
+def _a2f_dtype(value: object) -> str:
+    if not isinstance(value, str) or value not in A2F_DTYPES:
+        _fail("connector_extra_config.a2f_dtype", value, " or ".join(A2F_DTYPES))
     return value
 
 

@@ -18,7 +18,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields
 from typing import NamedTuple
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAGIC = b"AFDh"
 HEADER = struct.Struct("<4sHBBQQIHxxIIQQ8x")
 """magic, version, kind, dtype code, sequence, step, layer, micro-batch, rows, hidden, payload offset, payload bytes."""
@@ -160,7 +160,8 @@ class Greeting:
 
     ``layers`` are the indices of the decoder layers whose FFN is remote, ascending. ``max_rows`` is the most rows of
     one hop. ``dtype`` is torch's name of the hidden states' type without the ``torch.``. Digests are hex text.
-    ``tensor_parallel`` is the FFN server's size, which attention expects. ``communicator`` is the name of
+    ``tensor_parallel`` is the FFN server's size, which attention expects. ``a2f_dtype`` is how hidden states travel to
+    the FFN: in ``dtype`` ("auto"), or rounded. ``communicator`` is the name of
     NCCL's, 256 digits from the attention side with the connector `nccl`, and empty elsewhere. ``instance`` names the
     process that runs: a rank that connects again takes the place of its own old connection, another process that claims
     the rank doesn't.
@@ -185,6 +186,7 @@ class Greeting:
     num_ffn_ranks: int
     tensor_parallel: int = 1
     graph_mode: str = "none"
+    a2f_dtype: str = "auto"
     communicator: str = ""
     instance: str = field(default_factory=lambda: instance_of(os.getpid()))
     state: str = "loading"
@@ -195,6 +197,7 @@ class Greeting:
         _choice("role", self.role, ("attention", "ffn"))
         _choice("dtype", self.dtype, tuple(DTYPE_CODES))
         _choice("state", self.state, _STATES)
+        _choice("a2f_dtype", self.a2f_dtype, ("auto", "fp8_e4m3"))
         for name in ("manifest_digest", "vllm_version", "model", "config_digest", "checkpoint", "graph_mode"):
             _text(name, getattr(self, name))
         _integer("hidden_size", self.hidden_size, 1, 1 << 17)
@@ -270,6 +273,7 @@ _EQUAL = (
     "num_ffn_ranks",
     "tensor_parallel",
     "graph_mode",
+    "a2f_dtype",
 )
 
 

@@ -208,16 +208,17 @@ class Route:
             for rank, connector in list(self._connections.items()):
                 self._lose(rank, connector, "no answer before this server's end")
 
-    def hop(self, hidden: Tensor, layer: int, micro_batch: int = 0) -> Tensor:
+    def hop(self, hidden: Tensor, layer: int, micro_batch: int = 0, out: Tensor | None = None) -> Tensor:
         """One layer's FFN, computed by one of the FFN servers.
 
         Args:
             hidden: [rows, hidden_size] of the greeting's dtype, of any strides; rows from 0 to ``max_rows``.
             layer: index of the decoder layer.
             micro_batch: from 0 to below the greeting's ``micro_batches``.
+            out: where the result goes: contiguous, of the same shape, dtype and device. None: a fresh tensor.
 
         Returns:
-            A fresh tensor of the same shape and dtype.
+            The result, of the same shape and dtype: ``out`` where given.
 
         Raises:
             InvalidHop: it doesn't fit what was greeted. FfnError: the computation failed, which is not repeated.
@@ -237,13 +238,13 @@ class Route:
                     limit = min(began_ns / 1e9 + self._hop_timeout_s, self._step_end)
                     try:
                         result = connector.hop(
-                            hidden, layer, micro_batch, sequence=sequence, step=self._step, deadline_s=limit
+                            hidden, layer, micro_batch, sequence=sequence, step=self._step, deadline_s=limit, out=out
                         )
                     except PeerLost as error:
                         self._lose(rank, connector, str(error))
-                        result = self._repeat(hidden, layer, micro_batch, sequence, began_ns / 1e9, sent=True)
+                        result = self._repeat(hidden, layer, micro_batch, out, sequence, began_ns / 1e9, sent=True)
                 else:
-                    result = self._repeat(hidden, layer, micro_batch, sequence, began_ns / 1e9, sent=False)
+                    result = self._repeat(hidden, layer, micro_batch, out, sequence, began_ns / 1e9, sent=False)
             except (FfnError, NoFfnServer) as error:
                 if self._page is not None:
                     self._page.count(Event.ERROR, str(error))
@@ -256,7 +257,15 @@ class Route:
             return result
 
     def _repeat(
-        self, hidden: Tensor, layer: int, micro_batch: int, sequence: int, began_s: float, *, sent: bool
+        self,
+        hidden: Tensor,
+        layer: int,
+        micro_batch: int,
+        out: Tensor | None,
+        sequence: int,
+        began_s: float,
+        *,
+        sent: bool,
     ) -> Tensor:
         """The hop again and again, over whatever connection there is or can be made, until its deadline."""
         if self._greeting is None:
@@ -286,7 +295,7 @@ class Route:
                 limit = min(now + self._hop_timeout_s, answer_end, self._ends_s)
                 try:
                     return connector.hop(
-                        hidden, layer, micro_batch, sequence=sequence, step=self._step, deadline_s=limit
+                        hidden, layer, micro_batch, sequence=sequence, step=self._step, deadline_s=limit, out=out
                     )
                 except PeerLost as error:
                     self._lose(rank, connector, str(error))

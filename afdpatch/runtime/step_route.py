@@ -35,16 +35,16 @@ class StepRoute(Route):
         """The connection of the last step that was begun, which `check` wants once the step has been waited for."""
         return self._gpu.under_way
 
-    def hop(self, hidden: Tensor, layer: int, micro_batch: int = 0) -> Tensor:
+    def hop(self, hidden: Tensor, layer: int, micro_batch: int = 0, out: Tensor | None = None) -> Tensor:
         """As `Route` has it; a hop of the first layer begins a step. A launch that is captured is no hop yet."""
         serving = self._serving
         if serving and torch.cuda.is_current_stream_capturing():
             _, connector = serving[0]
             until = time.monotonic() + self._hop_timeout_s
-            return connector.hop(hidden, layer, micro_batch, sequence=0, step=self._step, deadline_s=until)
+            return connector.hop(hidden, layer, micro_batch, sequence=0, step=self._step, deadline_s=until, out=out)
         if self._greeting is not None and layer == self._greeting.layers[0]:
             self._step += 1
-        return super().hop(hidden, layer, micro_batch)
+        return super().hop(hidden, layer, micro_batch, out)
 
     def begin_replay(self, rows: int) -> bool:
         """To be called before a graph of ``rows`` rows is replayed: the FFN's host replays its half.

@@ -260,7 +260,12 @@ def call_ffns_through_the_op(architecture: str) -> None:
             self.ffn = ffn
 
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-            return torch.ops.afdpatch.ffn(hidden_states, self.name)
+            output = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+            torch.ops.afdpatch.ffn(hidden_states, output, self.name)
+            return output
+
+        def ffn_into(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
+            output.copy_(self.ffn(hidden_states))
 
     def load_model(self: Any, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         model = original(self, vllm_config, model_config, prefix)

@@ -1,5 +1,6 @@
 """What isn't as it should be in a matrix's results."""
 
+import math
 from typing import Any
 
 from tests.e2e.sameness import logprob_difference, tokens_of
@@ -30,6 +31,53 @@ def judge(stock: dict[str, Any] | None, afd: dict[str, Any] | None, cases: list[
     return found
 
 
+PADDING_BOUND = 0.25
+"""The most by which a log-probability may differ between two paddings of a batch (eager and a graph's rows), as long as
+the tokens are the same: bfloat16, small trained models."""
+
+
+def across_padding(stock: dict[str, Any], afd: dict[str, Any], cases: list[str]) -> dict[str, Any]:
+    """How far AFD with one padding is from stock vLLM with another: the largest difference of a log-probability while
+    the tokens are the same, how many tokens these are, and of how many.
+    """
+    worst, same, every = 0.0, 0, 0
+    for case in cases:
+        for left, right in zip(_choices(stock["cases"][case]), _choices(afd["cases"][case]), strict=True):
+            every += len(left["tokens"])
+            for index, (one, other) in enumerate(zip(left["tokens"], right["tokens"], strict=False)):
+                if one != other:
+                    break
+                same += 1
+                a, b = left["logprobs"][index], right["logprobs"][index]
+                worst = max([worst, *(abs(a[token] - b[token]) for token in a.keys() & b.keys())])
+    return {"largest": worst, "same tokens": same, "tokens": every}
+
+
+ROUNDING_BOUND = 0.01
+"""The most by which the held-out perplexity may rise when hidden states travel in 8 bits."""
+
+
+def rounded(stock: dict[str, Any], afd: dict[str, Any], case: str) -> dict[str, Any]:
+    """What a pair whose hidden states travel rounded makes of a case of held-out text, beside stock vLLM."""
+    plain, changed = stock["cases"][case], afd["cases"][case]
+    before, after = (math.exp(-seen["sum"] / seen["count"]) for seen in (plain, changed))
+    apart = sorted(abs(a - b) for a, b in zip(plain["values"], changed["values"], strict=True))
+    return {
+        "tokens": plain["count"],
+        "perplexity": before,
+        "rounded": after,
+        "rise": after / before - 1,
+        "logprobs apart, median": apart[len(apart) // 2],
+        "logprobs apart, largest": apart[-1],
+    }
+
+
+def _choices(case: Any) -> list[dict[str, Any]]:
+    if isinstance(case, list):
+        return [choice for part in case for choice in _choices(part)]
+    return list(case["choices"])
+
+
 def faults(results: dict[str, Any]) -> list[str]:
     """What in a matrix's results isn't as it should be; one line each."""
     found = []
@@ -49,6 +97,17 @@ def faults(results: dict[str, Any]) -> list[str]:
             result["equal"] != result["of"] or result["logprobs differ"] or result.get("zero unnoticed")
         ):
             found.append(f"{name}: {result}")
+        elif "largest" in result:
+            if result["largest"] > PADDING_BOUND or result["same tokens"] < 0.9 * result["tokens"]:
+                found.append(
+                    f"{name}: expected at most {PADDING_BOUND} and nine of ten tokens the same, found {result}"
+                )
+        elif "rise" in result:
+            # Rounding that changed nothing was no rounding.
+            if not result["logprobs apart, largest"] > 0 or result["rise"] > ROUNDING_BOUND:
+                found.append(
+                    f"{name}: expected some change and at most {ROUNDING_BOUND:.0%} perplexity, found {result}"
+                )
         elif "ffn noticed" in result and not result["ffn noticed"]:
             found.append(f"{name}: the FFN server didn't notice")
         elif "errors" in result and (result["errors"] or not (result["same"] and result["same again"])):

@@ -23,9 +23,10 @@ from typing import Any
 
 from afdpatch.cli import client
 from tests.e2e.sameness import tokens_of
-from tests.gpu.judge import judge
+from tests.gpu.judge import across_padding, judge, rounded
 
 ROOT = Path(__file__).parents[2]
+ARCHITECTURES = {"qwen3-moe": "Qwen3MoeForCausalLM", "deepseek-v2": "DeepseekV2ForCausalLM"}
 LOST = "event=peer_lost"
 CASES = ["batch:1", "batch:2", "batch:5", "batch:16", "chunked", "prefix", "seeded", "stop", "abort", "totals"]
 ENGINE = {
@@ -39,7 +40,19 @@ ENGINE = {
     "kernel_config": {"enable_jit_warmup": False},
 }
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
-MODES: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}, "graph": {"compilation_config": GRAPHS}}
+PIECES = {
+    "cudagraph_mode": "FULL_AND_PIECEWISE",
+    "custom_ops": ["all"],
+    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128],
+}
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "graph": {"compilation_config": GRAPHS},
+    "pieces": {"compilation_config": PIECES},
+    "only-pieces": {"compilation_config": PIECES | {"cudagraph_mode": "PIECEWISE"}},
+}
+COMPILED = ("pieces", "only-pieces")
+"""Here stock's FFNs are called through the hop's op, so that both models are compiled alike."""
 ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
@@ -111,6 +124,7 @@ class Matrix:
         gpus: str,
         *options: str,
         attention_ranks: int = 1,
+        extra: dict[str, Any] | None = None,
         **environment: str,
     ) -> "subprocess.Popen[bytes]":
         """An FFN server whose FFNs can be zeroed."""
@@ -118,7 +132,7 @@ class Matrix:
         afd = {
             "connector": self.connector,
             "num_attention_ranks": attention_ranks,
-            "connector_extra_config": {"hop_timeout_s": 60},
+            "connector_extra_config": extra or {"hop_timeout_s": 60},
         }
         words += [
             "--afd-config",
@@ -185,8 +199,14 @@ class Matrix:
             tick.wait(0.2)
         return False
 
-    def chain(self, name: str, folder: Path, runner: str, index: int, cases: list[str]) -> None:
-        """All that is done with one model and runner, on an FFN server of its own; without cases, the losses."""
+    def chain(self, name: str, runner: str, index: int, cases: list[str], modes: list[str], losses: list[str]) -> None:
+        """All that is done with one model and runner, on an FFN server of its own.
+
+        Args:
+            cases: what is generated in each of `modes`, by stock vLLM and by the pair.
+            losses: the modes in which a role is killed.
+        """
+        folder = ROOT / "tests" / "models" / name
         afd_port, port = self.base + index, self.base + 100 + index
         chain = f"{name}-v{int(runner) + 1}"
         afd = {
@@ -200,9 +220,14 @@ class Matrix:
         try:
             server = self.ffn(f"{chain}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE)
             spec = {"model": str(folder), "cases": cases, "dump_after_s": 170}
-            specs = {mode: spec | {"engine": ENGINE | more} for mode, more in MODES.items()}
-            compared = MODES if cases else {}
-            stock = {m: self.driver(f"{chain}-{m}-stock", specs[m], "01"[index % 2], runner) for m in compared}
+            specs = {mode: spec | {"engine": ENGINE | MODES[mode]} for mode in modes}
+            alike = {mode: {"local_op": ARCHITECTURES[name]} if mode in COMPILED else {} for mode in modes}
+            stock = {
+                mode: self.driver(f"{chain}-{mode}-stock", specs[mode] | alike[mode], "01"[index % 2], runner)
+                for mode in modes
+                if cases
+            }
+            results: dict[str, Any] = {}
             for mode in stock:
                 full = f"{chain}-{mode}"
                 hopping = specs[mode] | {"afd": afd, "zero_url": f"http://127.0.0.1:{port}"}
@@ -210,12 +235,17 @@ class Matrix:
                 seen = self.finish(f"{full}-afd", process, 300)
                 same = self.finish(f"{full}-stock", stock[mode], 120)
                 self.results[full] = judge(same, seen, cases)
+                results[mode] = same, seen
                 if same is not None and seen is not None:
                     self.results[full]["ffn hops"] = self.hops(port)
                 self.say(f"{full}: {json.dumps(self.results[full])[:600]}")
-            for mode in MODES:
+            if {"eager", "graph"} <= results.keys() and results["eager"][0] and results["graph"][1]:
+                found = across_padding(results["eager"][0], results["graph"][1], cases)
+                self.results[f"{chain}-padding"] = found
+                self.say(f"{chain}-padding: {found}")
+            for mode in losses:
                 self.kill_attention(chain, folder, afd, mode, server, runner, port)
-            for mode in ("graph", "eager"):
+            for mode in losses:
                 server = self.survive(chain, folder, afd, mode, server, runner, afd_port, port)
         except Exception:
             self.results[f"{chain}:error"] = traceback.format_exc()
@@ -274,6 +304,31 @@ class Matrix:
                 seen = self.finish(f"{full}-afd{rank}", process, 250)
                 self.results[f"{full}-{rank}"] = judge(same, seen, cases)
                 self.say(f"{full}-{rank}: {json.dumps(self.results[f'{full}-{rank}'])[:500]}")
+        except Exception:
+            self.results[f"{full}:error"] = traceback.format_exc()
+            self.say(traceback.format_exc())
+
+    def fp8(self, name: str, index: int) -> None:
+        """A pair whose hidden states travel in 8 bits: perplexity of held-out text, and a batch in graphs."""
+        folder, afd_port, port = ROOT / "tests" / "models" / name, self.base + 40 + index, self.base + 140 + index
+        full, case = f"{name}-fp8", "perplexity:8"
+        extra = {"hop_timeout_s": 60, "connect_timeout_s": 300, "a2f_dtype": "fp8_e4m3"}
+        afd = {"role": "attention", "port": afd_port, "connector": self.connector, "connector_extra_config": extra}
+        try:
+            self.ffn(f"{full}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE, extra=extra)
+            seen: dict[str, Any] = {}
+            for label, mode, cases in (
+                ("stock", "eager", [case]),
+                ("eager", "eager", [case]),
+                ("graph", "graph", [case, "batch:16"]),
+            ):
+                spec = {"model": str(folder), "cases": cases, "engine": ENGINE | MODES[mode]}
+                if label != "stock":
+                    spec["afd"] = afd
+                seen[label] = self.finish(f"{full}-{label}", self.driver(f"{full}-{label}", spec, "0,1", "1"), 200)
+            for label in ("eager", "graph"):
+                self.results[f"{full}-{label}"] = rounded(seen["stock"], seen[label], case)
+                self.say(f"{full}-{label}: {self.results[f'{full}-{label}']}")
         except Exception:
             self.results[f"{full}:error"] = traceback.format_exc()
             self.say(traceback.format_exc())
@@ -354,6 +409,11 @@ class Matrix:
         (self.out / "results.json").write_text(json.dumps(self.results, indent=1))
 
 
+def words(text: str) -> list[str]:
+    """What stands between a text's commas."""
+    return [word for word in text.split(",") if word]
+
+
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser()
@@ -362,8 +422,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="chains whose name, such as qwen3-moe-v2, has one of these words")
     parser.add_argument("--connector", default="ipc", choices=("ipc", "nccl"))
     parser.add_argument("--two", default="", help="the model of two attention servers at one FFN server")
+    parser.add_argument("--fp8", default="", help="models of pairs whose hidden states travel in 8 bits")
     parser.add_argument("--stale", default="", help="a folder with afdpatch under another manifest")
     parser.add_argument("--cases", default=",".join(CASES), help="empty: losses only")
+    parser.add_argument("--modes", default=",".join(MODES), help="in which stock vLLM and the pair are compared")
+    parser.add_argument("--losses", default="graph,eager", help="modes in which a role is killed; empty: none")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     matrix = Matrix(args.out, args.seconds, args.connector)
@@ -371,13 +434,7 @@ def main() -> None:
     threads = [
         threading.Thread(
             target=matrix.chain,
-            args=(
-                model,
-                ROOT / "tests" / "models" / model,
-                runner,
-                index,
-                [case for case in args.cases.split(",") if case],
-            ),
+            args=(model, runner, index, words(args.cases), words(args.modes), words(args.losses)),
             daemon=True,
         )
         for index, (model, runner) in enumerate(chains)
@@ -385,6 +442,8 @@ def main() -> None:
     ]
     if args.two:
         threads.append(threading.Thread(target=matrix.two, args=(args.two, "1", ["batch:5", "batch:16", "totals"])))
+    for index, model in enumerate(words(args.fp8)):
+        threads.append(threading.Thread(target=matrix.fp8, args=(model, index)))
     if args.stale:
         threads.append(threading.Thread(target=matrix.stale, args=("qwen3-moe", args.stale)))
     for thread in threads:

@@ -1,4 +1,7 @@
-"""AFD pairs on two GPUs give what stock vLLM gives; see tests/gpu/matrix.py. Some ten minutes on a fresh machine."""
+"""AFD pairs on two GPUs give what stock vLLM gives, and go on when a role is killed; see tests/gpu/matrix.py.
+
+Two runs of seven to ten minutes each on a fresh machine: `-k equal` and `-k killed`.
+"""
 
 import json
 import subprocess
@@ -16,28 +19,44 @@ pytestmark = [
     pytest.mark.timeout(1000),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
+CHAINS = [f"{model}-{runner}" for model in ("qwen3-moe", "deepseek-v2") for runner in ("v1", "v2")]
+MODES = ("eager", "graph", "pieces", "only-pieces")
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One run of the matrix."""
-    folder = tmp_path_factory.mktemp("matrix")
-    command = [sys.executable, "-m", "tests.gpu.matrix", str(folder), "--seconds", "900", "--two", "qwen3-moe"]
+def matrix(folder: Path, *options: str) -> dict[str, Any]:
+    """The results of one run of the matrix."""
+    command = [sys.executable, "-m", "tests.gpu.matrix", str(folder), *options]
     subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=950)
     found: dict[str, Any] = json.loads((folder / "results.json").read_text())
     return found
 
 
-def test_every_pair_is_equal_to_stock_vllm_and_survives_its_peers_death(results: dict[str, Any]) -> None:
-    assert faults(results) == []
-    compared = [name for name, result in results.items() if isinstance(result, dict) and "equal" in result]
-    assert len(compared) == 10  # two models, two runners, eager and graphs; two attention servers
-    assert sum(name.endswith("-survive") for name in results) == 8
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every mode beside stock vLLM, two attention servers at one FFN server, and hidden states in 8 bits."""
+    more = ("--losses", "", "--two", "qwen3-moe", "--fp8", "qwen3-moe,deepseek-v2")
+    return matrix(tmp_path_factory.mktemp("compared"), "--seconds", "560", *more)
 
 
-def test_both_sides_counted_the_same_hops(results: dict[str, Any]) -> None:
-    for model in ("qwen3-moe", "deepseek-v2"):
-        for runner in ("v1", "v2"):
-            eager, graph = (results[f"{model}-{runner}-{mode}"] for mode in ("eager", "graph"))
-            counted = [result["ffn hops"] for result in (eager, graph)]
-            assert counted == [eager["hops"], eager["hops"] + graph["hops"]]
+def test_every_pair_is_equal_to_stock_vllm(compared: dict[str, Any]) -> None:
+    assert faults(compared) == []
+    equal = {name for name, result in compared.items() if isinstance(result, dict) and "equal" in result}
+    assert equal == {f"{chain}-{mode}" for chain in CHAINS for mode in MODES} | {"qwen3-moe-two-0", "qwen3-moe-two-1"}
+    assert {f"{chain}-padding" for chain in CHAINS} <= compared.keys()
+    assert {f"{model}-fp8-{mode}" for model in ("qwen3-moe", "deepseek-v2") for mode in MODES[:2]} <= compared.keys()
+
+
+def test_both_sides_of_equal_pairs_counted_the_same_hops(compared: dict[str, Any]) -> None:
+    for chain in CHAINS:
+        ours = 0
+        for mode in MODES:
+            ours += compared[f"{chain}-{mode}"]["hops"]
+            assert compared[f"{chain}-{mode}"]["ffn hops"] == ours
+
+
+def test_a_killed_role_is_noticed_and_lost_steps_are_repeated(tmp_path: Path) -> None:
+    lost = matrix(tmp_path / "lost", "--seconds", "580", "--cases", "", "--losses", "eager,graph,pieces")
+    assert faults(lost) == []
+    for kind in ("kill-attention", "survive"):
+        expected = {f"{chain}-{mode}-{kind}" for chain in CHAINS for mode in MODES[:3]}
+        assert {name for name in lost if name.endswith(kind)} == expected

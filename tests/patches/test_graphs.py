@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from afdpatch.patches import graphs
+from afdpatch.patches.settings import CAPTURES, HOP_OP
 from afdpatch.runtime.connectors.base import ConnectorError
 
 pytestmark = pytest.mark.e2e
@@ -78,6 +79,80 @@ def test_v1_launches_a_step_whose_graph_has_gone(v1: Callable[[], Any], route: R
     route.stands = False
     v1()
     assert route.told == [8, "eager"]
+
+
+@pytest.fixture
+def piece(monkeypatch: pytest.MonkeyPatch, route: Route) -> Iterator[tuple[Any, Any]]:
+    """A piece of the model in a forward of 8 tokens whose pieces have graphs; and the forward's context."""
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+    from vllm.config import CompilationConfig, CUDAGraphMode
+    from vllm.forward_context import BatchDescriptor, ForwardContext, override_forward_context
+
+    wrapper = CUDAGraphWrapper.__new__(CUDAGraphWrapper)
+    wrapper.vllm_config, wrapper.runtime_mode, wrapper.is_debugging_mode = None, CUDAGraphMode.PIECEWISE, False
+    wrapper.compilation_config = CompilationConfig(splitting_ops=["vllm::unified_attention_with_output", HOP_OP])
+    wrapper.concrete_cudagraph_entries = {}
+    context = ForwardContext(
+        no_compile_layers={}, attn_metadata={}, slot_mapping={}, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE,
+        batch_descriptor=BatchDescriptor(num_tokens=8),
+    )  # fmt: skip
+    with override_forward_context(context):
+        yield wrapper, context
+
+
+def test_a_forward_whose_pieces_are_captured_is_marked_and_announces_nothing(
+    piece: tuple[Any, Any], route: Route
+) -> None:
+    wrapper, context = piece
+    seen: list[bool] = []
+    graphs.cuda_graph_wrapper_call(lambda self: seen.append(CAPTURES in context.additional_kwargs))(wrapper)
+    assert (seen, route.told) == ([True], [])
+
+
+def test_a_piece_that_is_replayed_marks_and_announces_nothing(piece: tuple[Any, Any], route: Route) -> None:
+    from vllm.compilation.cuda_graph import CUDAGraphEntry, CUDAGraphWrapper
+
+    wrapper, context = piece
+    shape = context.batch_descriptor
+    wrapper.concrete_cudagraph_entries = {shape: CUDAGraphEntry(shape, cudagraph=Graph(route))}
+    graphs.cuda_graph_wrapper_call(CUDAGraphWrapper.__call__)(wrapper)
+    assert (context.additional_kwargs, route.told) == ({}, ["replay"])
+
+
+@pytest.mark.parametrize(
+    "change", [{"splitting_ops": ["vllm::unified_attention_with_output"]}, {"use_inductor_graph_partition": True}]
+)
+def test_no_piece_is_captured_with_a_hop_within(piece: tuple[Any, Any], route: Route, change: dict[str, Any]) -> None:
+    wrapper, context = piece
+    for name, value in change.items():
+        setattr(wrapper.compilation_config, name, value)
+    called: list[Any] = []
+    with pytest.raises(RuntimeError, match=r"expected afdpatch::ffn among splitting_ops, found .*FULL_AND_PIECEWISE"):
+        graphs.cuda_graph_wrapper_call(called.append)(wrapper)
+    assert (called, context.additional_kwargs) == ([], {})
+
+
+@pytest.mark.parametrize(
+    ("mode", "cut"),
+    [("NONE", False), ("FULL_DECODE_ONLY", False), ("FULL", True), ("PIECEWISE", True), ("FULL_AND_PIECEWISE", True)],
+)
+def test_the_model_is_cut_at_hops_where_graphs_may_be_piecewise(mode: str, cut: bool) -> None:
+    import torch
+    from vllm.config import CompilationConfig, CUDAGraphMode
+
+    from afdpatch.patches import model  # noqa: F401 - registers the op
+    from afdpatch.patches.config import _cut_at_hops
+
+    config = CompilationConfig(
+        cudagraph_mode=CUDAGraphMode[mode], splitting_ops=["vllm::unified_attention_with_output"]
+    )
+    for _ in range(2):
+        _cut_at_hops(config)
+    assert config.splitting_ops == ["vllm::unified_attention_with_output"] + [HOP_OP] * cut
+    assert str(torch.ops.afdpatch.ffn.default._schema).startswith(f"{HOP_OP}(Tensor hidden_states, Tensor(a1!) output,")
+    whole = CompilationConfig(cudagraph_mode=CUDAGraphMode[mode], splitting_ops=[])
+    _cut_at_hops(whole)
+    assert whole.splitting_ops == []
 
 
 @pytest.fixture

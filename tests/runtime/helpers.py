@@ -189,7 +189,9 @@ class Sender:
         self.step = 0
         self._lock = threading.Lock()
 
-    def hop(self, hidden: torch.Tensor, layer: int, micro_batch: int = 0) -> torch.Tensor:
+    def hop(
+        self, hidden: torch.Tensor, layer: int, micro_batch: int = 0, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         with self._lock:  # numbers must go out in their order
             self.sequence += 1
             return self.connector.hop(
@@ -199,6 +201,7 @@ class Sender:
                 sequence=self.sequence,
                 step=self.step,
                 deadline_s=time.monotonic() + self.hop_timeout_s,
+                out=out,
             )
 
     def wait_ready(self, deadline_s: float) -> None:

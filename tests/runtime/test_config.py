@@ -23,6 +23,7 @@ def test_defaults_are_afd_plugins_but_for_the_connector():
     assert (config.connect_timeout_s, config.hop_timeout_s) == (600, 60)
     assert (config.recovery_timeout_s, config.peer_timeout_s, config.merge) == (120, 30, True)
     assert (config.rank, config.ffn_tp, config.secret_file, config.ffn_addresses) == (0, 1, None, ())
+    assert config.a2f_dtype == "auto"
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,13 @@ def test_a_port_may_be_a_numeric_string():
         ({"connector_extra_config": {"merge": 2}}, "connector_extra_config.merge", "true or false"),
         ({"connector_extra_config": {"ffn_tp": 0}}, "connector_extra_config.ffn_tp", "at least 1"),
         ({"connector_extra_config": {"ffn_tp": 2}, "num_ffn_ranks": 3}, "ffn_tp", "a divisor of num_ffn_ranks"),
+        ({"connector_extra_config": {"a2f_dtype": "fp8"}}, "connector_extra_config.a2f_dtype", "auto or fp8_e4m3"),
+        ({"connector_extra_config": {"a2f_dtype": 8}}, "connector_extra_config.a2f_dtype", "auto or fp8_e4m3"),
+        (
+            {"connector": "nccl", "connector_extra_config": {"a2f_dtype": "fp8_e4m3"}},
+            "fp8_e4m3 with connector 'nccl'",
+            "only connector 'ipc' rounds",
+        ),
         ({"connector_extra_config": {"secret_file": 1}}, "connector_extra_config.secret_file", "path of a file"),
         ({"connector_extra_config": {"ffn_addresses": ["a:1"]}}, "ffn_addresses", "only connectors 'tcp' and 'nccl'"),
         ({"connector_extra_config": {"ffn_addresses": "a:1"}, "connector": "tcp"}, "ffn_addresses", "a list"),

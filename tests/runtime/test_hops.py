@@ -30,6 +30,34 @@ def test_a_result_stays_when_the_next_hop_comes(address, ffn):
         assert torch.equal(first, torch.full((2, HIDDEN), 2.0))
 
 
+def test_a_result_goes_where_the_caller_wants_it(address, ffn):
+    with connected(address) as attention:
+        batch = torch.zeros(5, HIDDEN)
+        hidden = torch.randn(2, HIDDEN)
+        given = attention.hop(hidden, 0, out=batch[1:3])
+        assert given.data_ptr() == batch[1].data_ptr()
+        expected = torch.zeros(5, HIDDEN)
+        expected[1:3] = hidden * 2
+        assert torch.equal(batch, expected)
+
+
+@pytest.mark.parametrize(
+    ("out", "found"),
+    [
+        (torch.zeros(3, HIDDEN), r"\[3, 64\] torch.float32 on cpu"),
+        (torch.zeros(2, HIDDEN, dtype=torch.float64), r"torch.float64"),
+        (torch.zeros(2, HIDDEN, device="meta"), "on meta"),
+        (torch.zeros(HIDDEN, 2).t(), r"strides \(1, 2\); expected \[2, 64\] torch.float32 on cpu, contiguous"),
+    ],
+)
+def test_a_place_that_the_result_does_not_fit_is_refused_before_anything_is_sent(address, ffn, page, out, found):
+    with connected(address) as attention:
+        with pytest.raises(InvalidHop, match=found):
+            attention.hop(torch.ones(2, HIDDEN), 0, out=out)
+        assert torch.equal(attention.hop(torch.ones(1, HIDDEN), 0), torch.full((1, HIDDEN), 2.0))
+        until(lambda: page.snapshot().hops == 1, "only the good hop arrived")
+
+
 def test_strides_dont_matter(address, ffn):
     with connected(address) as attention:
         hidden = torch.randn(HIDDEN, 5).t()

@@ -36,7 +36,7 @@ GOOD = Header(Kind.HOP, 3, 9, 4, 1, 1, 5, HIDDEN, 2 * 8192, 5 * HIDDEN * 4)
 def test_a_header_is_64_bytes_and_its_layout_stays():
     assert HEADER_BYTES == HEADER.size == 64
     assert GOOD.pack() == bytes.fromhex(
-        "414644680200010309000000000000000400000000000000010000000100000005000000400000000040000000000000"
+        "414644680300010309000000000000000400000000000000010000000100000005000000400000000040000000000000"
         "00050000000000000000000000000000"
     )
 
@@ -48,7 +48,7 @@ def test_a_header_survives_the_way(header):
 
 @given(st.binary(max_size=200))
 def test_random_bytes_are_a_protocol_error_or_a_header(data):
-    for candidate in (data, b"AFDh" + data, b"AFDh\x02\x00" + data):
+    for candidate in (data, b"AFDh" + data, b"AFDh\x03\x00" + data):
         try:
             HopLimits(greeting("attention")).check(Header.unpack(candidate))
         except ProtocolError as error:
@@ -93,9 +93,9 @@ def test_a_field_out_of_its_limits_is_named(field, change):
     [
         ("header length", GOOD.pack()[:63]),
         ("magic", b"XFDh" + GOOD.pack()[4:]),
-        ("version", b"AFDh\x01\x00" + GOOD.pack()[6:]),
-        ("kind", b"AFDh\x02\x00\x00" + GOOD.pack()[7:]),
-        ("kind", b"AFDh\x02\x00\x08" + GOOD.pack()[7:]),
+        ("version", b"AFDh\x02\x00" + GOOD.pack()[6:]),
+        ("kind", b"AFDh\x03\x00\x00" + GOOD.pack()[7:]),
+        ("kind", b"AFDh\x03\x00\x08" + GOOD.pack()[7:]),
     ],
 )
 def test_a_broken_header_is_named(field, message):
@@ -145,6 +145,7 @@ greetings = st.builds(
     state=st.sampled_from(["loading", "serving"]),
     tensor_parallel=st.integers(1, 4096),
     graph_mode=st.text(max_size=20),
+    a2f_dtype=st.sampled_from(["auto", "fp8_e4m3"]),
     instance=st.text("0123456789abcdef", min_size=16, max_size=64),
 )
 
@@ -213,6 +214,7 @@ def test_servers_that_fit_have_no_mismatch():
         ("num_ffn_ranks", 2),
         ("tensor_parallel", 2),
         ("graph_mode", "full"),
+        ("a2f_dtype", "fp8_e4m3"),
         ("max_rows", 16),
         ("micro_batches", 1),
     ],

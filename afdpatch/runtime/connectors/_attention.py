@@ -102,9 +102,9 @@ class SocketAttentionConnector(AttentionConnector):
 
     @abstractmethod
     def _exchange(
-        self, hidden: Tensor, rows: int, layer: int, micro_batch: int, sequence: int, step: int, deadline_ns: int
-    ) -> Tensor:
-        """Send a hop, wait with ``_message``, and give back the result; ``_expected`` is the reply's header.
+        self, hidden: Tensor, out: Tensor, layer: int, micro_batch: int, sequence: int, step: int, deadline_ns: int
+    ) -> None:
+        """Send a hop, wait with ``_message``, and put the result into ``out``; ``_expected`` is the reply's header.
 
         Raises:
             _Late: past the deadline; OSError, EOFError, ProtocolError: the peer has gone; what ``_unexpected`` raises.
@@ -226,16 +226,26 @@ class SocketAttentionConnector(AttentionConnector):
     # Hops
 
     def hop(
-        self, hidden: Tensor, layer: int, micro_batch: int = 0, *, sequence: int, step: int, deadline_s: float
+        self,
+        hidden: Tensor,
+        layer: int,
+        micro_batch: int = 0,
+        *,
+        sequence: int,
+        step: int,
+        deadline_s: float,
+        out: Tensor | None = None,
     ) -> Tensor:
         with self._lock:
-            self._check(hidden, layer, micro_batch)
-            rows = hidden.shape[0]
-            if not rows:
-                return torch.empty_like(hidden)
+            self._check(hidden, layer, micro_batch, out)
+            if out is None:
+                out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+            if not len(hidden):
+                return out
             started = time.monotonic_ns()
             try:
-                return self._exchange(hidden, rows, layer, micro_batch, sequence, step, int(deadline_s * 1e9))
+                self._exchange(hidden, out, layer, micro_batch, sequence, step, int(deadline_s * 1e9))
+                return out
             except FfnError:
                 raise
             except BaseException as error:
@@ -253,7 +263,7 @@ class SocketAttentionConnector(AttentionConnector):
                     f"{waited:.3f} s; look at that server's log, restart it if it has ended"
                 ) from error
 
-    def _check(self, hidden: Tensor, layer: int, micro_batch: int) -> None:
+    def _check(self, hidden: Tensor, layer: int, micro_batch: int, out: Tensor | None) -> None:
         if self._sock is None:
             raise PeerLost(f"hop of layer {layer}: no connection to the FFN server at {self._where}: {self._why_lost}")
         layout = self._layout
@@ -265,6 +275,16 @@ class SocketAttentionConnector(AttentionConnector):
         if hidden.dtype is not self._dtype or hidden.device.type != "cpu":
             raise InvalidHop(
                 f"hop of layer {layer}: found {hidden.dtype} on {hidden.device}, expected {self._dtype} on cpu"
+            )
+        if out is not None and (
+            out.shape != hidden.shape
+            or out.dtype is not hidden.dtype
+            or out.device.type != "cpu"
+            or not out.is_contiguous()
+        ):
+            raise InvalidHop(
+                f"hop of layer {layer}: out: found {list(out.shape)} {out.dtype} on {out.device}, strides "
+                f"{out.stride()}; expected {list(hidden.shape)} {hidden.dtype} on cpu, contiguous"
             )
         if layer not in self._layers:
             raise InvalidHop(f"hop of layer {layer}: expected a layer of the greeting: {sorted(self._layers)}")

@@ -131,7 +131,15 @@ class AttentionConnector(ABC):
 
     @abstractmethod
     def hop(
-        self, hidden: Tensor, layer: int, micro_batch: int = 0, *, sequence: int, step: int, deadline_s: float
+        self,
+        hidden: Tensor,
+        layer: int,
+        micro_batch: int = 0,
+        *,
+        sequence: int,
+        step: int,
+        deadline_s: float,
+        out: Tensor | None = None,
     ) -> Tensor:
         """One layer's FFN, computed by the peer.
 
@@ -142,9 +150,10 @@ class AttentionConnector(ABC):
             sequence: number of the hop: higher than that of every hop before on this connection.
             step: number of the forward that the hop belongs to.
             deadline_s: past it the connection is closed.
+            out: where the result goes: contiguous, of the same shape, dtype and device. None: a fresh tensor.
 
         Returns:
-            A fresh tensor of the same shape and dtype.
+            The result, of the same shape and dtype: ``out`` where given.
 
         Raises:
             InvalidHop, FfnError: the connection stays. PeerLost, HopTimeout: it is closed; any other exception (a

@@ -151,6 +151,7 @@ class GpuAttentionConnector(SocketAttentionConnector):
         sequence: int,
         step: int,
         deadline_s: float,
+        out: Tensor | None = None,
     ) -> Tensor:
         """As the contract has it, but nothing has been waited for when it returns.
 
@@ -168,8 +169,9 @@ class GpuAttentionConnector(SocketAttentionConnector):
                 raise InvalidHop(f"hop of layer {layer}: expected a layer of the greeting: {sorted(self._layers)}")
             buffers = self._end.buffers
             assert buffers is not None
-            # A tensor of its own: a view of the slot would be overwritten by the next hop's reply.
-            result: Tensor = buffers.exchange(hidden.contiguous(), layer, micro_batch, torch.empty_like(hidden))
+            if out is None:  # a view of the slot would be overwritten by the next hop's reply
+                out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+            result: Tensor = buffers.exchange(hidden.contiguous(), layer, micro_batch, out)
             if layer == self._last and not torch.cuda.is_current_stream_capturing():
                 self._step_is_launched()
             return result

@@ -82,14 +82,15 @@ class ShmAttentionConnector(SocketAttentionConnector):
         self._read = functools.partial(sock.recv_into, self._in)
 
     def _exchange(
-        self, hidden: Tensor, rows: int, layer: int, micro_batch: int, sequence: int, step: int, deadline_ns: int
-    ) -> Tensor:
+        self, hidden: Tensor, out: Tensor, layer: int, micro_batch: int, sequence: int, step: int, deadline_ns: int
+    ) -> None:
         # From here on nothing of this object that close(), in a signal handler, takes away.
         memory, sock = self._memory, self._sock
         views = memory.views if memory is not None else ()
         if sock is None or not views:
             raise EOFError("closed")
         a2f, f2a = views[micro_batch]
+        rows = len(hidden)
         a2f[:rows].copy_(hidden)
         layout = self._layout
         width, nbytes = layout.hidden, rows * layout.row_bytes
@@ -101,7 +102,7 @@ class ShmAttentionConnector(SocketAttentionConnector):
         length = self._message(deadline_ns, self._spin_ns)
         if length != HEADER_BYTES or not self._in.startswith(self._expected):
             self._unexpected(length, layer, sequence, deadline_ns)
-        return f2a[:rows].clone()
+        out.copy_(f2a[:rows])
 
     def _error_text(self, header: Header, length: int, deadline_ns: int) -> str:
         return error_text(memoryview(self._in)[:length])

@@ -9,7 +9,6 @@ import threading
 import time
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from afdpatch.runtime.connectors._attention import SocketAttentionConnector
@@ -122,12 +121,13 @@ class TcpAttentionConnector(SocketAttentionConnector):
         self._read = read_header
 
     def _exchange(
-        self, hidden: Tensor, rows: int, layer: int, micro_batch: int, sequence: int, step: int, deadline_ns: int
-    ) -> Tensor:
+        self, hidden: Tensor, out: Tensor, layer: int, micro_batch: int, sequence: int, step: int, deadline_ns: int
+    ) -> None:
         sock, layout = self._sock, self._layout
         if sock is None:  # close(), in a signal handler
             raise EOFError("closed")
-        width, nbytes = layout.hidden, rows * layout.row_bytes
+        rows, width = hidden.shape
+        nbytes = rows * layout.row_bytes
         head = (MAGIC, PROTOCOL_VERSION)
         tail = (self._code, sequence, step, layer, micro_batch, rows, width, 0, nbytes)
         HEADER.pack_into(self._out, 0, *head, _HOP, *tail)
@@ -136,9 +136,7 @@ class TcpAttentionConnector(SocketAttentionConnector):
         length = self._message(deadline_ns, self._spin_ns)
         if not self._in.startswith(self._expected):
             self._unexpected(length, layer, sequence, deadline_ns)
-        result = torch.empty(rows, width, dtype=self._dtype)
-        self._fill(sock, bytes_of(result), deadline_ns)
-        return result
+        self._fill(sock, bytes_of(out), deadline_ns)
 
     def _fill(self, sock: socket.socket, target: memoryview, deadline_ns: int) -> None:
         while target:
