@@ -1,4 +1,5 @@
-"""Compiles `hop.cu` at first use and loads it. No torch headers: a plain C interface, some seconds of nvcc."""
+"""Compiles `hop.cu`, of which `rowwise.cu` is a part, at first use and loads it. No torch headers: a plain C interface,
+some seconds of nvcc."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("hop.cu")
+ROWWISE = Path(__file__).with_name("rowwise.cu")
 CACHE_VARIABLE = "AFDPATCH_KERNEL_CACHE"
 NVCC_VARIABLE = "AFDPATCH_NVCC"
 OLDEST = (9, 0)
@@ -46,6 +48,20 @@ class Launch(ctypes.Structure):
                 "overlap",
             )
         ],
+    )
+
+
+class Rowwise(ctypes.Structure):
+    """`Rowwise` of rowwise.cu, field by field; what each is stands there."""
+
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("residual", "weight")],
+        ("wire_at", ctypes.c_uint64),
+        *[
+            (name, ctypes.c_uint32)
+            for name in ("form", "item", "hidden", "chunks", "units", "per_block", "packed", "gated")
+        ],
+        ("eps", ctypes.c_float),
     )
 
 
@@ -102,7 +118,7 @@ def command(capability: tuple[int, int], target: Path, source: Path = SOURCE) ->
 def build(capability: tuple[int, int]) -> Path:
     """The compiled library for a GPU of this compute capability; compiled if the cache hasn't it.
 
-    The name holds a digest of source, compiler and options, and the file appears at once and complete, so that
+    The name holds a digest of sources, compiler and options, and the file appears at once and complete, so that
     processes may build at the same time.
 
     Raises:
@@ -113,7 +129,8 @@ def build(capability: tuple[int, int]) -> Path:
         release = subprocess.run([arguments[0], "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise BuildError(f"hop kernels: {arguments[0]} --version failed: {error}; set {NVCC_VARIABLE}") from error
-    digest = hashlib.sha256("\0".join([SOURCE.read_text(), release, *arguments]).encode()).hexdigest()[:20]
+    texts = [SOURCE.read_text(), ROWWISE.read_text(), release, *arguments]
+    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
     folder = cache_folder()
     library = folder / f"hop-{digest}.so"
     if library.exists():
@@ -135,16 +152,19 @@ def load(capability: tuple[int, int]) -> ctypes.CDLL:
     """The library, loaded once a process. torch with CUDA must be imported before (it brings the CUDA runtime).
 
     Raises:
-        BuildError: it can't be built or loaded, or it disagrees with `Launch`.
+        BuildError: it can't be built or loaded, or it disagrees with `Launch` or `Rowwise`.
     """
     path = build(capability)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"hop kernels: can't load {path}: {error}; remove it to have it built again") from error
-    found, expected = library.afd_hop_launch_bytes(), ctypes.sizeof(Launch)
-    if found != expected:
-        raise BuildError(f"hop kernels: Launch: expected {expected} bytes, found {found} in {path}; remove it")
+    for structure, size in ((Launch, library.afd_hop_launch_bytes), (Rowwise, library.afd_hop_rowwise_bytes)):
+        found, expected = size(), ctypes.sizeof(structure)
+        if found != expected:
+            raise BuildError(
+                f"hop kernels: {structure.__name__}: expected {expected} bytes, found {found} in {path}; remove it"
+            )
     library.afd_hop_error.restype = ctypes.c_char_p
     library.afd_hop_allocate.argtypes = (ctypes.c_size_t, ctypes.POINTER(ctypes.c_void_p))
     library.afd_hop_free.argtypes = (ctypes.c_void_p,)
@@ -153,4 +173,5 @@ def load(capability: tuple[int, int]) -> ctypes.CDLL:
     library.afd_hop_unimport.argtypes = (ctypes.c_void_p,)
     library.afd_hop_reach.argtypes = (ctypes.c_int,)
     library.afd_hop_launch.argtypes = (ctypes.POINTER(Launch), ctypes.c_void_p)
+    library.afd_hop_launch_rowwise.argtypes = (ctypes.POINTER(Launch), ctypes.POINTER(Rowwise), ctypes.c_void_p)
     return library

@@ -16,6 +16,9 @@
 // A slot is used in turns (request, reply, request, ...), so nobody writes what the other still reads: a side sends
 // only after it has received what the other sent before.
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
 #include <string.h>
@@ -338,12 +341,31 @@ __global__ void __launch_bounds__(kMaxThreads) bulk_hop(const Launch a) {
   if (leads && !stop && blockIdx.x == 0) close_turn(a, kSend, kReceive, n);
 }
 
+#include "rowwise.cu"
+
+// May begin while its predecessor in the stream ends, where the launch says so.
+template <typename... Arguments>
+cudaError_t start(void (*kernel)(Arguments...), void* stream, const Launch& launch, const Arguments&... arguments) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(launch.blocks);
+  config.blockDim = dim3(launch.threads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = launch.overlap ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
 }  // namespace
 
 // Each function returns a cudaError_t.
 extern "C" {
 
 int afd_hop_launch_bytes() { return sizeof(Launch); }
+
+int afd_hop_rowwise_bytes() { return sizeof(Rowwise); }
 
 const char* afd_hop_error(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
 
@@ -380,16 +402,18 @@ int afd_hop_launch(const void* arguments, void* stream) {
   static const Kernel kernels[2][3] = {{bulk_hop<true, false>, bulk_hop<false, true>, bulk_hop<true, true>},
                                        {packed_hop<true, false>, packed_hop<false, true>, packed_hop<true, true>}};
   if (launch->mode < 1 || launch->mode > 3) return cudaErrorInvalidValue;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(launch->blocks);
-  config.blockDim = dim3(launch->threads);
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = launch->overlap ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernels[launch->packed ? 1 : 0][launch->mode - 1], *launch);
+  return start(kernels[launch->packed ? 1 : 0][launch->mode - 1], stream, *launch, *launch);
+}
+
+// `blocks` and `threads` of the launch are the grid's; `packed`, `units` and `per_block` are of the plain part.
+int afd_hop_launch_rowwise(const void* arguments, const void* more, void* stream) {
+  const Launch& launch = *static_cast<const Launch*>(arguments);
+  const Rowwise& rowwise = *static_cast<const Rowwise*>(more);
+  const RowwiseKernel kernel = rowwise.item == 0   ? rowwise_kernel<__nv_bfloat16>(launch, rowwise)
+                               : rowwise.item == 1 ? rowwise_kernel<__half>(launch, rowwise)
+                               : rowwise.item == 2 ? rowwise_kernel<float>(launch, rowwise)
+                                                   : nullptr;
+  return kernel ? start(kernel, stream, launch, launch, rowwise) : cudaErrorInvalidValue;
 }
 
 }  // extern "C"

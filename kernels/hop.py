@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from . import build
-from .layout import Geometry, LayoutError, pack_handle, place, unpack_handle
+from .layout import DTYPES, Geometry, LayoutError, Spread, pack_handle, place, unpack_handle
 
 WORDS = 32
 """Of 4 bytes, for the host's words, the first error and the state of each slot on the device."""
 RECORD_WORD = 16
 SEND, RECEIVE = 1, 2
+QUANTISED, NORM = 1, 2
+"""Forms of a row-wise launch."""
 _REACHED: set[tuple[torch.device, torch.device]] = set()
 
 
@@ -192,31 +194,89 @@ class HopBuffers:
             here._aim(there._own)
 
     def send(self, tensor: Tensor, layer: int, micro_batch: int = 0) -> None:
-        """Write `tensor` ([rows, hidden], contiguous, on this device) into the peer's slot of `micro_batch`."""
-        self._launch(SEND, tensor.shape[0], layer, micro_batch, tensor, None)
+        """Write `tensor` ([rows, hidden], contiguous, on this device) into the peer's slot of `micro_batch`.
+
+        Quantised by the same launch where the geometry has a `wire` and this side sends first.
+        """
+        rows = tensor.shape[0]
+        rowwise = self._quantised(rows) if self.initiator and self.geometry.wire else None
+        self._launch(SEND, rows, layer, micro_batch, tensor, None, rowwise=rowwise)
 
     def receive(self, rows: int, layer: int, micro_batch: int = 0, out: Tensor | None = None) -> Tensor:
         """Wait on the device for the peer's message of this layer, micro-batch and number of rows.
 
         Returns:
             [rows, hidden]: `out` where given (rows of a larger batch, too: so several peers' rows come together), else
-            a view of the slot, valid until this side sends the next time in this micro-batch.
+            a view of the slot, valid until this side sends the next time in this micro-batch. In the geometry's dtype,
+            also where they travelled otherwise.
         """
         view = self.view(rows, micro_batch)
-        self._launch(RECEIVE, rows, layer, micro_batch, None, out, view)
+        rowwise = self._quantised(rows) if self.geometry.wire and not self.initiator else None
+        self._launch(RECEIVE, rows, layer, micro_batch, None, out, view, rowwise)
         return view if out is None else out
 
     def exchange(self, tensor: Tensor, layer: int, micro_batch: int = 0, out: Tensor | None = None) -> Tensor:
         """`send`, then `receive` of as many rows, in one launch. The initiator's only.
 
+        Quantised rows of which the reply isn't packed take two launches.
+
         Raises:
             HopError: on the side that answers.
         """
-        if not self.initiator:
-            raise HopError("exchange: expected the side that sends first, found the other; use receive and send")
+        self._sends_first("exchange", "receive and send")
         rows = tensor.shape[0]
         view = self.view(rows, micro_batch)
-        self._launch(SEND | RECEIVE, rows, layer, micro_batch, tensor, out, view)
+        if not self.geometry.wire:
+            self._launch(SEND | RECEIVE, rows, layer, micro_batch, tensor, out, view)
+        elif self.geometry.spread(rows).packed:
+            self._launch(SEND | RECEIVE, rows, layer, micro_batch, tensor, out, view, self._quantised(rows))
+        else:
+            if out is not None:
+                self._fits(out, rows)
+            self.send(tensor, layer, micro_batch)
+            self._launch(RECEIVE, rows, layer, micro_batch, None, out, view)
+        return view if out is None else out
+
+    def send_norm(
+        self, hidden: Tensor, residual: Tensor, weight: Tensor, eps: float, layer: int, micro_batch: int = 0
+    ) -> None:
+        """`send` the norm of hidden + residual, made by the same launch. The initiator's only.
+
+        What is computed is `reference.norm`, vLLM's `fused_add_rms_norm`, within the rounding stated there; the peer
+        receives the rows as any others.
+
+        Args:
+            hidden: [rows, hidden] of the geometry's dtype, contiguous.
+            residual: the same; becomes hidden + residual in place.
+            weight: [hidden] of the same dtype, contiguous from a multiple of 16 bytes.
+            eps: added to the mean square.
+
+        Raises:
+            LayoutError: the message would travel in bulk (more than `packed_limit` bytes) or quantised, or the rows
+                are too long or uint8: compute the norm first, then send.
+            HopError: on the side that answers, or a tensor of another shape, dtype, device or layout.
+        """
+        self._sends_first("send_norm", "receive and send")
+        rows = hidden.shape[0]
+        rowwise = self._normed(hidden, residual, weight, eps)
+        self._launch(SEND, rows, layer, micro_batch, hidden, None, rowwise=rowwise)
+
+    def exchange_norm(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        layer: int,
+        micro_batch: int = 0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """`send_norm`, then `receive` of as many rows, in one launch. The initiator's only; raises what they raise."""
+        self._sends_first("exchange_norm", "receive and send")
+        rows = hidden.shape[0]
+        view = self.view(rows, micro_batch)
+        rowwise = self._normed(hidden, residual, weight, eps)
+        self._launch(SEND | RECEIVE, rows, layer, micro_batch, hidden, out, view, rowwise)
         return view if out is None else out
 
     def view(self, rows: int, micro_batch: int = 0) -> Tensor:
@@ -289,6 +349,33 @@ class HopBuffers:
             self._check(self._library.afd_hop_free(self._own), "can't free the buffers")
         self._own = 0
 
+    def _quantised(self, rows: int) -> tuple[build.Rowwise, Spread]:
+        """The quantised part of a launch."""
+        spread = self.geometry.wire_spread(rows)
+        return self._rowwise(QUANTISED, spread), spread
+
+    def _normed(self, hidden: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[build.Rowwise, Spread]:
+        """The norm's part of a launch."""
+        spread = self.geometry.norm_spread(hidden.shape[0])
+        self._fits(residual, hidden.shape[0])
+        self._fits(weight.unsqueeze(0), 1)
+        return self._rowwise(NORM, spread, residual=residual.data_ptr(), weight=weight.data_ptr(), eps=eps), spread
+
+    def _rowwise(self, form: int, spread: Spread, **norm: float) -> build.Rowwise:
+        g = self.geometry
+        return build.Rowwise(
+            wire_at=g.wire_at,
+            form=form,
+            item=DTYPES.index(g.dtype),
+            hidden=g.hidden,
+            chunks=g.chunks,
+            units=spread.units,
+            per_block=spread.per_block,
+            packed=spread.packed,
+            gated=spread.blocks > g.packed_ungated,
+            **norm,
+        )
+
     def _launch(
         self,
         mode: int,
@@ -298,6 +385,7 @@ class HopBuffers:
         source: Tensor | None,
         out: Tensor | None,
         view: Tensor | None = None,
+        rowwise: tuple[build.Rowwise, Spread] | None = None,
     ) -> None:
         if not self._peer:
             raise HopError("hop: expected buffers with a peer, found none; call open or connect first")
@@ -308,8 +396,11 @@ class HopBuffers:
         spread = g.spread(rows)
         place(layer, micro_batch)
         offset = self._slot(micro_batch)
-        if out is None and spread.packed:
+        if out is None and (spread.packed or rowwise is not None):
             out = view
+        # Each block of a launch that sends and receives must send: else the reply could be there before it has begun,
+        # and it would count on from it. So the row-wise part's blocks share the reply; a line's place says what it is.
+        grid = spread if rowwise is None else rowwise[1]
         trace = self._trace
         launch = build.Launch(
             source=None if source is None else source.data_ptr(),
@@ -323,21 +414,29 @@ class HopBuffers:
             payload_at=g.payload_at,
             trace_length=0 if trace is None else trace.numel(),
             units=spread.units,
-            blocks=spread.blocks,
-            threads=spread.threads,
-            per_block=spread.per_block,
+            blocks=grid.blocks,
+            threads=grid.threads,
+            per_block=-(-spread.units // grid.blocks),
             layer=layer,
             micro_batch=micro_batch,
             rows=rows,
             initiator=self.initiator,
             mode=mode,
             packed=spread.packed,
-            gated=spread.blocks > g.packed_ungated,
+            gated=grid.blocks > g.packed_ungated,
             overlap=self._overlap,
         )
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device).cuda_stream
-            self._check(self._library.afd_hop_launch(ctypes.byref(launch), stream), "can't launch the hop")
+            if rowwise is None:
+                code = self._library.afd_hop_launch(ctypes.byref(launch), stream)
+            else:
+                code = self._library.afd_hop_launch_rowwise(ctypes.byref(launch), ctypes.byref(rowwise[0]), stream)
+            self._check(code, "can't launch the hop")
+
+    def _sends_first(self, what: str, instead: str) -> None:
+        if not self.initiator:
+            raise HopError(f"{what}: expected the side that sends first, found the other; use {instead}")
 
     def _fits(self, tensor: Tensor, rows: int) -> None:
         shape = (rows, self.geometry.hidden)

@@ -54,7 +54,7 @@ class Case:
     hops: int = 100
     replays: int = 200
     repeats: int = 5
-    tuning: dict[str, int] = field(default_factory=dict)
+    tuning: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
