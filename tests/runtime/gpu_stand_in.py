@@ -32,9 +32,10 @@ class StandInBuffers:
         self.sides[initiator] = self
 
     @classmethod
-    def create(cls, *sizes: Any, initiator: bool, deadline_s: float) -> StandInBuffers:
+    def create(cls, *sizes: Any, initiator: bool, deadline_s: float, geometry: Geometry) -> StandInBuffers:
         """As `HopBuffers.create`; the device is left out."""
-        return cls(Geometry(*sizes[:4]), initiator, deadline_s)
+        assert sizes[:4] == (geometry.max_rows, geometry.hidden, geometry.dtype, geometry.slots)
+        return cls(geometry, initiator, deadline_s)
 
     @property
     def connected(self) -> bool:

@@ -6,6 +6,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -226,6 +227,24 @@ def test_the_most_that_can_come_is_what_this_servers_greeting_says_and_not_its_f
     pair.computed.clear()
     capture(pair, 8, capturing)
     assert pair.computed == [16] * len(LAYERS) + [8] * len(LAYERS)
+
+
+@pytest.mark.parametrize(("a2f_dtype", "wire"), [("auto", ""), ("fp8_e4m3", "float8_e4m3fn")])
+def test_both_sides_make_the_slots_that_the_attention_sides_greeting_asks_for(
+    pair: Pair, a2f_dtype: str, wire: str
+) -> None:
+    changes: dict[str, Any] = {"a2f_dtype": a2f_dtype, "hidden_size": 32}
+    pair.close()
+    StandInBuffers.sides.clear()
+    pair.config = replace(pair.config, a2f_dtype=a2f_dtype)
+    pair.route = StepRoute(pair.config, 0, pair.attention_page)
+    connector = gpu_ffn_connector(pair.config, 0, pair.compute, pair.frozen.append, pair.ffn_page)
+    pair.loop = FfnLoop(connector, pair.compute, pair.ffn_page, greeting("ffn", **changes))
+    pair.loop.start()
+    pair.loop.serve()
+    pair.route.connect(greeting("attention", **changes))
+    pair.route.wait_ready()
+    assert [side.geometry.wire for side in StandInBuffers.sides.values()] == [wire, wire]
 
 
 def test_a_peer_for_whose_buffers_there_is_no_memory_is_refused_and_the_server_goes_on(

@@ -19,7 +19,8 @@ import struct
 import threading
 from collections.abc import Callable
 
-from afdpatch.runtime.protocol import ProtocolError
+from afdpatch.kernels.layout import Geometry
+from afdpatch.runtime.protocol import Greeting, ProtocolError
 
 _PAGE = 4096
 _HALF = 2048
@@ -50,6 +51,12 @@ class Announced(enum.IntEnum):
             return cls(offset)
         except ValueError:
             raise ProtocolError("announced", offset, ", ".join(f"{e.value} ({e.name})" for e in cls)) from None
+
+
+def geometry_of(greeting: Greeting) -> Geometry:
+    """The slots that an attention side's greeting asks for, on either GPU."""
+    wire = "float8_e4m3fn" if greeting.a2f_dtype == "fp8_e4m3" else ""
+    return Geometry(greeting.max_rows, greeting.hidden_size, greeting.dtype, greeting.micro_batches, wire=wire)
 
 
 class HandlePage:

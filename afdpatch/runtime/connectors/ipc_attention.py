@@ -16,7 +16,7 @@ from torch import Tensor
 from afdpatch.kernels import HopBuffers, HopCode, HopError
 from afdpatch.kernels.layout import LayoutError
 from afdpatch.runtime.connectors._attention import SocketAttentionConnector
-from afdpatch.runtime.connectors._ipc import Announced, HandlePage, HangUp
+from afdpatch.runtime.connectors._ipc import Announced, HandlePage, HangUp, geometry_of
 from afdpatch.runtime.connectors._memory import send_greeting
 from afdpatch.runtime.connectors.base import (
     ConnectionRefused,
@@ -85,10 +85,12 @@ class GpuEnd:
         """The buffers, made at the first call on the current device.
 
         Raises:
-            Unreachable: a connection uses them.
+            Unreachable: a connection uses them. LayoutError: rows that can't travel so.
         """
         if self.buffers is None:
-            self.buffers = (self._kind or HopBuffers).create(
+            kind: Any = self._kind or HopBuffers
+            more = {} if self._kind else {"geometry": geometry_of(greeting)}
+            self.buffers = kind.create(
                 greeting.max_rows,
                 greeting.hidden_size,
                 greeting.dtype,
@@ -96,6 +98,7 @@ class GpuEnd:
                 torch.device("cuda", torch.cuda.current_device()),
                 initiator=True,
                 deadline_s=self.hop_timeout_s,
+                **more,
             )
         elif self.buffers.connected:
             raise Unreachable("the buffers on the GPU are in use by another connection")

@@ -16,7 +16,7 @@ from torch import Tensor
 from afdpatch.kernels import HopBuffers, HopCode, HopError
 from afdpatch.kernels.layout import LayoutError
 from afdpatch.runtime.connectors._ffn import SocketFfnConnector
-from afdpatch.runtime.connectors._ipc import Announced, HandlePage, HangUp
+from afdpatch.runtime.connectors._ipc import Announced, HandlePage, HangUp, geometry_of
 from afdpatch.runtime.connectors._peer import QUIET, Peer, Pending
 from afdpatch.runtime.connectors.base import IncomingHop
 from afdpatch.runtime.connectors.shm_ffn import ShmFfnConnector, ShmPending
@@ -281,6 +281,7 @@ class _IpcPending(ShmPending):
                 torch.device("cuda", torch.cuda.current_device()),
                 initiator=False,
                 deadline_s=self._hop_timeout_s,
+                geometry=geometry_of(greeting),
             )
             buffers.open(page.get("attention"))
             page.put("ffn", buffers.handle())
