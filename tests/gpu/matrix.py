@@ -220,20 +220,16 @@ class Matrix:
         try:
             server = self.ffn(f"{chain}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE)
             spec = {"model": str(folder), "cases": cases, "dump_after_s": 170}
-            specs = {mode: spec | {"engine": ENGINE | MODES[mode]} for mode in modes}
-            alike = {mode: {"local_op": ARCHITECTURES[name]} if mode in COMPILED else {} for mode in modes}
-            stock = {
-                mode: self.driver(f"{chain}-{mode}-stock", specs[mode] | alike[mode], "01"[index % 2], runner)
-                for mode in modes
-                if cases
-            }
             results: dict[str, Any] = {}
-            for mode in stock:
+            for mode in modes if cases else []:
                 full = f"{chain}-{mode}"
-                hopping = specs[mode] | {"afd": afd, "zero_url": f"http://127.0.0.1:{port}"}
+                both = spec | {"engine": ENGINE | MODES[mode]}
+                alike = {"local_op": ARCHITECTURES[name]} if mode in COMPILED else {}
+                stock = self.driver(f"{full}-stock", both | alike, "01"[index % 2], runner)
+                hopping = both | {"afd": afd, "zero_url": f"http://127.0.0.1:{port}"}
                 process = self.driver(f"{full}-afd", hopping, "0,1", runner)
                 seen = self.finish(f"{full}-afd", process, 300)
-                same = self.finish(f"{full}-stock", stock[mode], 120)
+                same = self.finish(f"{full}-stock", stock, 120)
                 self.results[full] = judge(same, seen, cases)
                 results[mode] = same, seen
                 if same is not None and seen is not None:
