@@ -45,7 +45,8 @@ STOP_S = 10.0
 STEP_SHARE = 0.9
 """The part of vLLM's deadline of one worker call in which all hops of its forward must be done."""
 FFN_ROWS = 1 << 17
-"""The FFN takes as many rows in a hop as the attention server may send: the attention server's buffer says how many."""
+"""On a CPU the FFN takes as many rows in a hop as the attention server may send, whose buffer says how many. On a GPU
+it takes the tokens of a step that it was started for: so many are computed before what graphs point at is frozen."""
 VOLATILE = ("transformers_version",)
 """Keys of a model's configuration that say nothing of the model (beside those that begin with an underscore)."""
 
@@ -57,7 +58,9 @@ def greeting_of(settings: AfdSettings, vllm_config: "VllmConfig", rank: int) -> 
     model = vllm_config.model_config
     text = model.hf_text_config
     config = {k: v for k, v in model.hf_config.to_dict().items() if not k.startswith("_") and k not in VOLATILE}
-    rows = vllm_config.scheduler_config.max_num_batched_tokens if settings.role == "attention" else FFN_ROWS
+    rows = vllm_config.scheduler_config.max_num_batched_tokens
+    if settings.role == "ffn" and vllm_config.device_config.device_type == "cpu":
+        rows = FFN_ROWS
     return Greeting(
         role=settings.role,
         rank=rank,

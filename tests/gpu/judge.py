@@ -32,8 +32,8 @@ def judge(stock: dict[str, Any] | None, afd: dict[str, Any] | None, cases: list[
 
 
 PADDING_BOUND = 0.25
-"""The most by which a log-probability may differ between two paddings of a batch (eager and a graph's rows), as long as
-the tokens are the same: bfloat16, small trained models."""
+"""The most by which a log-probability may differ between two paddings of a batch (eager and a graph's rows), or between
+hops computed alone and together, as long as the tokens are the same: bfloat16, small trained models."""
 
 
 def across_padding(stock: dict[str, Any], afd: dict[str, Any], cases: list[str]) -> dict[str, Any]:
@@ -102,6 +102,9 @@ def faults(results: dict[str, Any]) -> list[str]:
                 found.append(
                     f"{name}: expected at most {PADDING_BOUND} and nine of ten tokens the same, found {result}"
                 )
+        elif "merged" in result:
+            if not result["merged"]:
+                found.append(f"{name}: expected hops that were computed together, found {result}")
         elif "rise" in result:
             # Rounding that changed nothing was no rounding.
             if not result["logprobs apart, largest"] > 0 or result["rise"] > ROUNDING_BOUND:

@@ -282,24 +282,35 @@ class Matrix:
         self.say(f"{full}: {self.results[full]}")
         return server
 
-    def two(self, name: str, runner: str, cases: list[str]) -> None:
-        """Two attention servers with graphs, on one GPU, at one FFN server."""
-        folder, afd_port, port = ROOT / "tests" / "models" / name, self.base + 20, self.base + 120
-        full = f"{name}-two"
+    def two(self, name: str, cases: list[str], merge: bool) -> None:
+        """Two attention servers on one GPU at one FFN server: with graphs, or eager and computed together."""
+        folder, afd_port, port = ROOT / "tests" / "models" / name, self.base + 20 + merge, self.base + 120 + merge
+        full, mode = (f"{name}-merged", "eager") if merge else (f"{name}-two", "graph")
+        extra = {"hop_timeout_s": 60, "connect_timeout_s": 300, "merge": merge}
         try:
-            self.ffn(f"{full}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE, attention_ranks=2)
-            spec: dict[str, Any] = {"model": str(folder), "cases": cases, "engine": ENGINE | MODES["graph"]}
+            self.ffn(f"{full}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE, attention_ranks=2, extra=extra)
+            spec: dict[str, Any] = {"model": str(folder), "cases": cases, "engine": ENGINE | MODES[mode]}
             afd = {"role": "attention", "port": afd_port, "connector": self.connector, "num_attention_ranks": 2}
-            afd["connector_extra_config"] = {"hop_timeout_s": 60, "connect_timeout_s": 300}
-            stock = self.driver(f"{full}-stock", spec, "1", runner)
+            afd["connector_extra_config"] = extra
+            stock = self.driver(f"{full}-stock", spec, "1", "1")
             both = [
-                self.driver(f"{full}-afd{rank}", spec | {"afd": afd | {"rank": rank}}, "0,1", runner) for rank in (0, 1)
+                self.driver(f"{full}-afd{rank}", spec | {"afd": afd | {"rank": rank}}, "0,1", "1") for rank in (0, 1)
             ]
             same = self.finish(f"{full}-stock", stock, 250)
             for rank, process in enumerate(both):
                 seen = self.finish(f"{full}-afd{rank}", process, 250)
-                self.results[f"{full}-{rank}"] = judge(same, seen, cases)
+                if merge and same and seen:
+                    self.results[f"{full}-{rank}"] = across_padding(same, seen, cases)
+                else:
+                    self.results[f"{full}-{rank}"] = judge(same, seen, cases)
                 self.say(f"{full}-{rank}: {json.dumps(self.results[f'{full}-{rank}'])[:500]}")
+            if merge:
+                page = client.metrics(f"http://127.0.0.1:{port}")
+                self.results[f"{full}-hops"] = {
+                    "merged": client.total(page, "afd_hops_merged_total"),
+                    "of": self.hops(port),
+                }
+                self.say(f"{full}-hops: {self.results[f'{full}-hops']}")
         except Exception:
             self.results[f"{full}:error"] = traceback.format_exc()
             self.say(traceback.format_exc())
@@ -437,7 +448,9 @@ def main() -> None:
         if any(word in f"{model}-v{int(runner) + 1}" for word in args.only.split(","))
     ]
     if args.two:
-        threads.append(threading.Thread(target=matrix.two, args=(args.two, "1", ["batch:5", "batch:16", "totals"])))
+        threads.append(threading.Thread(target=matrix.two, args=(args.two, ["batch:5", "batch:16", "totals"], False)))
+        merging = ["batch:16", "batch:5", "chunked", "totals"]
+        threads.append(threading.Thread(target=matrix.two, args=(args.two, merging, True)))
     for index, model in enumerate(words(args.fp8)):
         threads.append(threading.Thread(target=matrix.fp8, args=(model, index)))
     if args.stale:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from afdpatch.kernels import HopCode, HopStatus
-from afdpatch.kernels.layout import Geometry, pack_handle
+from afdpatch.kernels.layout import Geometry, pack_handle, unpack_handle
 
 
 class StandInBuffers:
-    """As `HopBuffers`; each side finds the other by its role."""
+    """As `HopBuffers`; a side finds the other by its handle."""
 
-    sides: dict[bool, StandInBuffers] = {}  # noqa: RUF012 - shared on purpose
+    sides: list[StandInBuffers] = []  # noqa: RUF012 - shared on purpose
 
     def __init__(self, geometry: Geometry, initiator: bool, deadline_s: float) -> None:
         self.geometry, self.initiator, self.deadline_s = geometry, initiator, deadline_s
@@ -29,7 +29,7 @@ class StandInBuffers:
         self.arrived: queue.Queue[tuple[Tensor, int]] = queue.Queue()
         self.peer: StandInBuffers | None = None
         self.reset()
-        self.sides[initiator] = self
+        self.sides.append(self)
 
     @classmethod
     def create(cls, *sizes: Any, initiator: bool, deadline_s: float, geometry: Geometry) -> StandInBuffers:
@@ -42,11 +42,10 @@ class StandInBuffers:
         return self.peer is not None
 
     def handle(self) -> bytes:
-        return pack_handle(self.geometry, self.initiator, bytes(64))
+        return pack_handle(self.geometry, self.initiator, self.sides.index(self).to_bytes(64, "little"))
 
     def open(self, handle: bytes) -> None:
-        assert len(handle) > 64
-        self.peer = self.sides[not self.initiator]
+        self.peer = self.sides[int.from_bytes(unpack_handle(handle, self.geometry, self.initiator), "little")]
 
     def disconnect(self) -> None:
         self.peer = None
@@ -88,7 +87,7 @@ class StandInBuffers:
 
     def exchange(self, tensor: Tensor, layer: int, micro_batch: int, out: Tensor) -> Tensor:
         self.send(tensor, layer)
-        return self.receive(tensor.shape[0], layer)
+        return out.copy_(self.receive(tensor.shape[0], layer))
 
 
 class StandInGraph:

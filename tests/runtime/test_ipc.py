@@ -244,7 +244,57 @@ def test_both_sides_make_the_slots_that_the_attention_sides_greeting_asks_for(
     pair.loop.serve()
     pair.route.connect(greeting("attention", **changes))
     pair.route.wait_ready()
-    assert [side.geometry.wire for side in StandInBuffers.sides.values()] == [wire, wire]
+    assert [side.geometry.wire for side in StandInBuffers.sides] == [wire, wire]
+
+
+@pytest.mark.parametrize(("rows", "computed"), [((3, 5), [8]), ((9, 9), [9, 9])], ids=["together", "too many"])
+def test_steps_that_were_announced_meanwhile_are_computed_together_as_far_as_there_is_room(
+    pair: Pair, rows: tuple[int, int], computed: list[int]
+) -> None:
+    pair.close()
+    pair.computed.clear()
+    StandInBuffers.sides.clear()
+    pair.config = replace(pair.config, num_attention_ranks=3)
+    entered, go_on = threading.Event(), threading.Event()
+
+    def compute(layer: int, hidden: Tensor) -> Tensor:
+        entered.set()
+        assert go_on.wait(60)
+        return Pair.compute(pair, layer, hidden)
+
+    connector = gpu_ffn_connector(pair.config, 0, compute, pair.frozen.append, pair.ffn_page)
+    pair.loop = FfnLoop(connector, compute, pair.ffn_page, greeting("ffn", num_attention_ranks=3))
+    pair.loop.start()
+    pair.loop.serve()
+    found: dict[int, float] = {}
+    threads = []
+    routes = [StepRoute(pair.config, rank, StatusPage.create("attention")) for rank in range(3)]
+    for rank, route in enumerate(routes):
+        route.connect(greeting("attention", rank=rank, num_attention_ranks=3))
+        route.wait_ready()
+
+    def step(rank: int, count: int) -> None:
+        hidden = torch.full((count, HIDDEN), float(rank + 1))
+        for layer in LAYERS:
+            hidden = routes[rank].hop(hidden, layer)
+        routes[rank].check(routes[rank].under_way)
+        found[rank] = float(hidden[0, 0])
+
+    for rank, count in ((2, 2), (0, rows[0]), (1, rows[1])):
+        thread = threading.Thread(target=step, args=(rank, count))
+        thread.start()
+        threads.append(thread)
+        assert entered.wait(60)  # the first step holds the FFN's host up while the others are announced
+        theirs = [side for side in StandInBuffers.sides if not side.initiator]
+        until(lambda rank=rank, theirs=theirs: rank == 2 or theirs[rank].arrived.qsize() == 1, "it is announced")
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert found == {0: 24.0, 1: 48.0, 2: 72.0}
+    assert pair.computed == [2] * len(LAYERS) + computed * len(LAYERS)
+    until(lambda: pair.ffn_page.snapshot().hops == 3 * len(LAYERS), "all hops counted")
+    for route in routes:
+        route.close()
 
 
 def test_a_peer_for_whose_buffers_there_is_no_memory_is_refused_and_the_server_goes_on(
@@ -370,7 +420,7 @@ def test_a_draining_server_keeps_a_peer_to_whom_it_owes_a_step(
     if how == "arrived":
         connector._arrived = [hop]
     elif how == "on the list":
-        connector._todo.append(hop)
+        connector._todo.append([hop])
     elif how == "in the socket":
         theirs.send(b"announced")
     else:

@@ -33,9 +33,10 @@ Compute = Callable[[int, Tensor], Tensor]
 class GpuFfnConnector(SocketFfnConnector):
     """Answers steps of attention ranks on GPUs; see ``GpuAttentionConnector`` for the other side.
 
-    A step is announced once, and steps are launched whole, in the order of their announcements. Of an eager one
-    ``receive`` gives the hops one by one, each with rows that will be there when the stream gets to them; one from a
-    graph is replayed here. All launches go to the current stream of the thread that calls ``receive``.
+    A step is announced once, and steps are launched whole, in the order of their announcements. Of eager ones
+    ``receive`` gives the hops layer by layer, each with rows that will be there when the stream gets to them; those of
+    steps that were announced while others were computed come together. A step from a graph is replayed here. All
+    launches go to the current stream of the thread that calls ``receive``.
 
     A transport has its own `GpuPeer`, and sets the three attributes.
     """
@@ -45,52 +46,66 @@ class GpuFfnConnector(SocketFfnConnector):
     _freeze: Callable[[bool], None]
     """Called with True before the first graph is captured and with False when there is none any more: what graphs
     point at must not move meanwhile."""
-    _todo: deque[IncomingHop]
+    _todo: deque[list[IncomingHop]]
+    """Hops of eager steps that are under way: those of one layer, then those of the next."""
 
     # Steps
 
     def receive(self, timeout_s: float) -> list[IncomingHop]:
         if not self._todo:
-            for said in super().receive(timeout_s):
-                self._begin(said)
+            self._plan([said for said in super().receive(timeout_s) if self._begin(said)])
         while self._todo:
-            hop = self._todo.popleft()
-            peer = self._numbers.get(hop.peer)
-            if isinstance(peer, GpuPeer):
-                header = hop.header
-                return [hop._replace(hidden=peer.buffers.receive(header.rows, header.layer, header.micro_batch))]
+            hops = []
+            for hop in self._todo.popleft():
+                peer, header = self._numbers.get(hop.peer), hop.header
+                if isinstance(peer, GpuPeer):
+                    rows = peer.buffers.receive(header.rows, header.layer, header.micro_batch)
+                    hops.append(hop._replace(hidden=rows))
+            if hops:
+                return hops
         return []
 
     @property
     def waiting(self) -> int:
-        return len(self._todo) + super().waiting
+        return sum(map(len, self._todo)) + super().waiting
 
-    def _begin(self, said: IncomingHop) -> None:
-        """Launch what was announced; of an eager step, put its hops on the list."""
+    def _plan(self, said: list[IncomingHop]) -> None:
+        """Put the hops of eager steps on the list, layer by layer, together as far as what is frozen has room."""
+        assert self._greeting is not None
+        while said:
+            rows, count = said[0].header.rows, 1
+            while count < len(said) and rows + said[count].header.rows <= self._greeting.max_rows:
+                rows, count = rows + said[count].header.rows, count + 1
+            together, said = said[:count], said[count:]
+            for layer in self._greeting.layers:
+                self._todo.append([s._replace(header=s.header._replace(layer=layer, offset=0)) for s in together])
+
+    def _begin(self, said: IncomingHop) -> bool:
+        """Launch what was announced, if it is no eager step; whether it is one."""
         peer, header = self._numbers.get(said.peer), said.header
         if not isinstance(peer, GpuPeer):
-            return
+            return False
         status = peer.buffers.status()
         if status.code is not HopCode.OK:
             self._lose(peer, f"its last step failed on the GPU ({status})")
-            return
+            return False
         what, rows, layers = Announced.of(header.offset), header.rows, peer.layers
         if what is not Announced.CAPTURE:
             peer.step_begins()
         if what is Announced.EAGER or (what is Announced.GRAPH and rows not in peer.graphs):
             if what is Announced.GRAPH:
                 self._missing(f"no graph of {rows} rows for attention rank {peer.rank}: the step is computed eagerly")
-            self._todo.extend(said._replace(header=header._replace(layer=layer, offset=0)) for layer in layers)
-            return
+            return True
         peer.unanswered.discard(header.micro_batch)
         if what is Announced.CAPTURE:
             self._capture(peer, rows)
-            return
+            return False
         peer.graphs[rows].replay()
         peer.step_is_launched()
         if self._page is not None:
             self._page.count_step()
             self._page.count_hops(len(layers), rows, header.nbytes)
+        return False
 
     def _capture(self, peer: GpuPeer, rows: int) -> None:
         """The other half of a graph that the attention server captures with so many rows."""
@@ -156,7 +171,7 @@ class GpuFfnConnector(SocketFfnConnector):
         What it announced before it read the goodbye is computed: while some of that has arrived, or lies in the socket,
         or is on the GPU, it stays.
         """
-        owed = {hop.peer for hop in (*self._todo, *self._arrived)}
+        owed = {hop.peer for hop in (*(hop for hops in self._todo for hop in hops), *self._arrived)}
         for peer in list(self._peers.values()):
             if isinstance(peer, GpuPeer) and not peer.let_go:
                 peer.let_go = True
@@ -325,7 +340,7 @@ class IpcFfnConnector(GpuFfnConnector, ShmFfnConnector):
         self._compute = compute
         self._freeze = freeze or (lambda frozen: None)
         self.hop_timeout_s = hop_timeout_s
-        self._todo: deque[IncomingHop] = deque()
+        self._todo: deque[list[IncomingHop]] = deque()
 
     def _stranger(self, sock: socket.socket, who: str, pid: int, handshake: Handshake, deadline_s: float) -> ShmPending:
         return _IpcPending(sock, who, pid, handshake, deadline_s, self.hop_timeout_s)

@@ -57,7 +57,7 @@ class NcclFfnConnector(GpuFfnConnector, TcpFfnConnector):
         self._compute = compute
         self._freeze = freeze or (lambda frozen: None)
         self.hop_timeout_s = hop_timeout_s
-        self._todo: deque[IncomingHop] = deque()
+        self._todo: deque[list[IncomingHop]] = deque()
 
     def _stranger(self, sock: socket.socket, who: str, handshake: Handshake, deadline_s: float) -> TcpPending:
         return _NcclPending(sock, who, handshake, deadline_s, self.hop_timeout_s)
