@@ -10,7 +10,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import pytest
@@ -19,46 +18,9 @@ import torch
 from afdpatch.kernels import HopBuffers, HopCode, HopError, reference
 from afdpatch.kernels.layout import Geometry, LayoutError
 
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason="needs a CUDA GPU of compute capability 9.0 or later; none is here"),
-]
-DEVICES = ("cuda:0", "cuda:1" if GPUS > 1 else "cuda:0")
-Pair = tuple[HopBuffers, HopBuffers]
+from .pairs import DEVICES, GPUS, MARKS, make, noise, same, wait
 
-
-def make(geometry: Geometry, deadline_s: float = 5.0, overlap: bool = True) -> Pair:
-    pair = tuple(
-        HopBuffers.create(
-            0, 0, "", 0, device, initiator=first, deadline_s=deadline_s, overlap=overlap, geometry=geometry
-        )
-        for device, first in zip(DEVICES, (True, False), strict=True)
-    )
-    pair[0].connect(pair[1])
-    return pair[0], pair[1]
-
-
-@pytest.fixture
-def streams() -> Iterator[tuple[torch.cuda.Stream, torch.cuda.Stream]]:
-    yield torch.cuda.Stream(DEVICES[0]), torch.cuda.Stream(DEVICES[1])
-    for device in set(DEVICES):
-        torch.cuda.synchronize(device)
-
-
-def noise(rows: int, geometry: Geometry, device: str) -> torch.Tensor:
-    """Any bits, those of NaNs and zeros among them."""
-    data = torch.randint(0, 256, (rows, geometry.row_bytes), dtype=torch.uint8, device=device)
-    return data.view(getattr(torch, geometry.dtype))
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.cpu().contiguous().view(torch.uint8), b.cpu().contiguous().view(torch.uint8))
-
-
-def wait() -> None:
-    for device in set(DEVICES):
-        torch.cuda.synchronize(device)
+pytestmark = MARKS
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 20], ids=["bulk", "packed"])
