@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -33,9 +34,15 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Measure the round trip of a hop between two GPUs of one host, with an FFN that does nothing: by one-sided writes as
 served, in a CUDA graph and eager, and by NCCL send and receive in the same run. A graph has many hops; its time over
-their number is one sample. For the one-sided hop the GPU's clock is noted after each reply too, for the tail."""
+their number is one sample. For the one-sided hop the GPU's clock is noted after each reply too, for the tail.
+The forms, in graphs and each beside the plain hop: fp8 sends 8-bit numbers with scales and has the rows themselves
+come back; norm adds a residual and sends the norm, in one launch, and as torch's and vLLM's launches before a hop."""
 EPILOG = "Example: afdpatch bench hop-gpu --output hop-gpu.json --picture hop-gpu.svg"
 ROWS = (1, 8, 32, 64, 128, 512)
+FORMS = ("plain", "fp8", "norm")
+FP8_ROWS = (1, 32, 128, 512, 2048, 8192)
+NORM_ROWS = (1, 8, 32, 64)
+EPS = 1e-6
 START_TIMEOUT_S = 300.0
 DEADLINE_S = 20.0
 
@@ -55,6 +62,8 @@ class Case:
     replays: int = 200
     repeats: int = 5
     tuning: dict[str, Any] = field(default_factory=dict)
+    form: str = "plain"
+    """"plain", "fp8", "norm" (one launch), or "torch norm" and "vllm norm": launches of theirs, then the hop."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rows", type=at_least(1), nargs="+", default=list(ROWS), metavar="ROWS")
+    parser.add_argument(
+        "--rows", type=at_least(1), nargs="+", default=list(ROWS), metavar="ROWS", help="of the plain hop"
+    )
+    parser.add_argument(
+        "--forms",
+        nargs="+",
+        choices=FORMS,
+        default=list(FORMS),
+        help=f"what to measure; default all. fp8 has {', '.join(map(str, FP8_ROWS))} rows, norm has "
+        f"{', '.join(map(str, NORM_ROWS))}, without those that don't travel packed",
+    )
     parser.add_argument("--hidden", type=at_least(8), default=2048, help="width of a row in bfloat16; default 2048")
     parser.add_argument(
         "--round-trips", type=at_least(1000), default=100_000, metavar="N", help="for each line; default 100000"
@@ -131,11 +150,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
-    """The lines of the table, NCCL's with a tenth of the hops."""
+    """The lines of the tables, NCCL's and those of many rows with a tenth of the hops."""
     replays = max(3, -(-args.round_trips // (args.repeats * (args.hops - 1))))
     one: dict[str, Any] = {"hops": args.hops, "repeats": args.repeats}
     lines: list[Case] = []
-    for rows in args.rows:
+    for rows in args.rows if "plain" in args.forms else ():
         lines += [
             Case("one-sided", rows, replays=replays, **one),
             Case("one-sided", rows, launches=2, replays=replays // 10 + 1, **one),
@@ -145,7 +164,34 @@ def cases(args: argparse.Namespace) -> list[Case]:
         if not args.no_nccl:
             lines += [Case("nccl", rows, graph=graph, replays=replays // 10 + 1, **one) for graph in (True, False)]
             lines.append(Case("nccl direct", rows, replays=replays // 10 + 1, **one))
+    beside = {case.rows for case in lines}
+    norms = ["norm", "torch norm", *(["vllm norm"] if _vllm_norm() else [])]
+    for form, counts, names in (("fp8", FP8_ROWS, ["fp8"]), ("norm", NORM_ROWS, norms)):
+        for rows in counts if form in args.forms else ():
+            if form == "norm" and not _packed(rows, args.hidden):
+                continue
+            for name in names if rows in beside else ["plain", *names]:
+                lines.append(
+                    Case("one-sided", rows, form=name, replays=replays // 10 + 1 if rows > 512 else replays, **one)
+                )
+            beside.add(rows)
     return lines
+
+
+def _packed(rows: int, hidden: int) -> bool:
+    """Whether so many rows of bfloat16 travel packed, as those of a fused norm must."""
+    from afdpatch.kernels.layout import Geometry
+
+    return rows * hidden * 2 <= Geometry.packed_limit
+
+
+def _vllm_norm() -> Callable[..., None] | None:
+    """vLLM's own kernel, of its extension: (hidden, residual, weight, eps) in place; None where there is none."""
+    import torch
+
+    with contextlib.suppress(ImportError, OSError):
+        importlib.import_module("vllm._C_stable_libtorch")
+    return getattr(torch.ops._C, "fused_add_rms_norm", None)
 
 
 # Measuring
@@ -194,6 +240,8 @@ class _Side:
         torch.cuda.set_device(self.device)
         self.sent = torch.randn(case.rows, hidden, device=self.device).bfloat16()
         self.out = torch.full_like(self.sent, float("nan"))
+        self.residual = torch.randn_like(self.sent)
+        self.weight = 1 + torch.randn_like(self.sent[0]) / 4
 
     def measured(self) -> Result:
         """Run the case; the first side's result is the measurement."""
@@ -215,9 +263,33 @@ class _Side:
                     step()
                 stream.synchronize()
                 result = self._timed(step, buffers)
-            if self.first and not torch.equal(self.out if buffers is None else self.received, self.sent):
-                raise RuntimeError(f"{self.case}: what came back isn't what was sent")
+            if self.first:
+                self._compare(self.out if buffers is None else self.received)
         return result
+
+    def _compare(self, received: torch.Tensor) -> None:
+        """Hold what came back last against what was sent.
+
+        Raises:
+            RuntimeError: it is something else.
+        """
+        import torch
+
+        from afdpatch.kernels import reference
+
+        sent, form = self.sent, self.case.form
+        if form == "fp8":
+            equal = torch.equal(
+                received.cpu(), reference.dequantise(reference.quantise(sent.cpu()), sent.shape[1], sent.dtype)
+            )
+        elif form == "norm":
+            # The sum from which the norm was made has been rounded since: the residual.
+            normed, _ = reference.norm(torch.zeros_like(sent), self.residual, self.weight, EPS)
+            equal = torch.allclose(received, normed, rtol=0.03, atol=0.03)
+        else:
+            equal = torch.equal(received, self.normed if form.endswith("norm") else sent)
+        if not equal:
+            raise RuntimeError(f"{self.case}: what came back isn't what was sent")
 
     def _timed(self, step: Callable[[], object], buffers: HopBuffers | None) -> Result:
         import torch
@@ -275,7 +347,8 @@ class _Side:
         from afdpatch.kernels.layout import Geometry
 
         case, sent = self.case, self.sent
-        geometry = Geometry(case.rows, sent.shape[1], "bfloat16", 1, **case.tuning)
+        wire = "float8_e4m3fn" if case.form == "fp8" else ""
+        geometry = Geometry(case.rows, sent.shape[1], "bfloat16", 1, wire=wire, **case.tuning)
         buffers = HopBuffers.create(
             0,
             0,
@@ -295,10 +368,14 @@ class _Side:
             self.times = torch.zeros(case.replays * case.hops, dtype=torch.int64, device=self.device)
             buffers.trace(self.times)
 
+        normed = self._norm()
+
         def attention() -> None:
             for layer in range(case.hops):
-                if case.launches == 1:
-                    received = buffers.exchange(sent, layer)
+                if case.form == "norm":
+                    received = buffers.exchange_norm(sent, self.residual, self.weight, EPS, layer)
+                elif case.launches == 1:
+                    received = buffers.exchange(normed(), layer)
                 else:
                     buffers.send(sent, layer)
                     received = buffers.receive(case.rows, layer)
@@ -312,6 +389,30 @@ class _Side:
         buffers.disconnect()
         self._meet()
         buffers.close()
+
+    def _norm(self) -> Callable[[], torch.Tensor]:
+        """What makes a hop's rows, by launches of its own where the case has them."""
+        import torch
+
+        if self.case.form == "torch norm":
+
+            def torch_norm() -> torch.Tensor:
+                self.residual.add_(self.sent)
+                self.normed = torch.nn.functional.rms_norm(self.residual, self.weight.shape, self.weight, EPS)
+                return self.normed
+
+            return torch_norm
+        fused = _vllm_norm() if self.first and self.case.form == "vllm norm" else None
+        if fused is not None:
+            kernel, self.normed = fused, self.sent.clone()
+
+            def vllm_norm() -> torch.Tensor:
+                # In place: each hop's norm is the next one's input, whose values don't matter to the time.
+                kernel(self.normed, self.residual, self.weight, EPS)
+                return self.normed
+
+            return vllm_norm
+        return lambda: self.sent
 
     def _direct(self) -> Callable[[], None]:
         nccl = _communicator(self.first, self.pipe, self.device, self.sent.shape[1])
