@@ -29,7 +29,8 @@ def main() -> None:
         engine = LLM(model=spec["model"], **arguments).llm_engine
         _say(line, {"vllm": sys.modules["vllm"].__version__})
         for order in iter(line.readline, ""):
-            _say(line, {"steps_ms": steps(engine, **json.loads(order))})
+            first, steps = decode(engine, **json.loads(order))
+            _say(line, {"first_ms": first, "steps_ms": steps})
 
 
 def _say(line: Any, message: dict[str, Any]) -> None:
@@ -37,8 +38,8 @@ def _say(line: Any, message: dict[str, Any]) -> None:
     line.flush()
 
 
-def steps(engine: Any, batch: int, context: int, tokens: int, number: int) -> list[float]:
-    """Milliseconds between two steps that gave each request of a batch a token.
+def decode(engine: Any, batch: int, context: int, tokens: int, number: int) -> tuple[float, list[float]]:
+    """Decode a batch.
 
     Args:
         engine: vLLM's LLMEngine, idle.
@@ -46,6 +47,9 @@ def steps(engine: Any, batch: int, context: int, tokens: int, number: int) -> li
         context: tokens of each prompt, random and the same for the same `number`.
         tokens: that each request generates.
         number: of the measurement.
+
+    Returns:
+        Milliseconds until each request had its first token, and those between two steps that gave each one a token.
     """
     from vllm import SamplingParams
 
@@ -55,14 +59,19 @@ def steps(engine: Any, batch: int, context: int, tokens: int, number: int) -> li
         prompt = {"prompt_token_ids": chance.choices(VOCABULARY, k=context)}
         engine.add_request(f"{number}-{batch}-{index}", prompt, params)
     found: list[float] = []
-    last = 0.0
+    first = last = 0.0
+    have: set[str] = set()
+    began = time.perf_counter()
     while engine.has_unfinished_requests():
         outputs = engine.step()
         now = time.perf_counter()
+        have.update(output.request_id for output in outputs)
+        if not first and len(have) == batch:
+            first = 1000 * (now - began)
         if len(outputs) == batch and last:
             found.append(1000 * (now - last))
         last = now if len(outputs) == batch else 0.0
-    return found
+    return first, found
 
 
 if __name__ == "__main__":

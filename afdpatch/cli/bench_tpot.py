@@ -27,8 +27,9 @@ from afdpatch.cli.servers import Server, ServerError, free_port
 
 DESCRIPTION = """\
 Measure the time per output token of an AFD pair on two GPUs, and of stock vLLM on one of them: a batch of random
-prompts is decoded, and the time between two steps that gave every request a token is taken. Pair and stock take
-turns; each batch is measured --repeats times after a warm-up. The figure is the median of the repeats' medians."""
+prompts is decoded, and the time between two steps that gave every request a token is taken, and that until every one
+had its first. Pair and stock take turns; each batch is measured --repeats times after a warm-up. The figure is the
+median of the repeats' medians."""
 EPILOG = "Example: afdpatch bench tpot --model tests/models/deepseek-v2 --shape deepseek-v2-lite --output tpot.json"
 BATCHES = (1, 16, 32, 64, 128)
 SHAPES: dict[str, dict[str, int]] = {
@@ -48,6 +49,9 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 """What a small model's configuration gets to become a large one with dummy weights."""
 SIDES = ("afd", "stock")
+GRAPHS = ("FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE")
+PIECES = (128, 256, 512)
+"""Rows that piecewise graphs are captured with, beside the batches: those of short prompts."""
 TARGET = 1.08
 """The pair's time over stock vLLM's that was to be reached, from batch 16 on."""
 ENGINE = "afdpatch.patches.bench_engine"
@@ -75,6 +79,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--repeats", type=at_least(3), default=3, metavar="N", help="of each batch and side; default 3")
     add("--runner", choices=("1", "2"), default="2", help="vLLM's model runner; default 2, vLLM's own default on CUDA")
     add("--connector", default="ipc", metavar="NAME", help="default: ipc")
+    add("--graphs", choices=GRAPHS, default=GRAPHS[0], help=f"vLLM's cudagraph_mode; default {GRAPHS[0]}")
     add("--enforce-eager", action="store_true", help="no CUDA graphs and no compilation, on both sides")
     add("--kv-cache-gib", type=at_least(1), default=8, metavar="N", help="KV cache of each engine; default 8")
     add("--devices", type=at_least(0), nargs=2, default=[0, 1], metavar="GPU", help="attention's and stock's, FFN's")
@@ -106,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         "context": args.context,
         "tokens": args.tokens,
         "runner": f"V{args.runner}",
-        "graphs": "none, eager" if args.enforce_eager else "FULL_DECODE_ONLY, compiled",
+        "graphs": "none, eager" if args.enforce_eager else f"{args.graphs}, compiled",
         "connector": args.connector,
         "results": results,
     }
@@ -189,8 +194,8 @@ def _sides(args: argparse.Namespace) -> Iterator[dict[str, Engine]]:
     if args.enforce_eager:
         engine["enforce_eager"] = True
     else:
-        sizes = sorted(args.batches)
-        engine["compilation_config"] = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+        sizes = sorted({*args.batches, *(() if args.graphs == GRAPHS[0] else PIECES)})
+        engine["compilation_config"] = {"cudagraph_mode": args.graphs, "cudagraph_capture_sizes": sizes}
     afd = {"role": "attention", "port": afd_port, "connector": args.connector}
     with contextlib.ExitStack() as stack:
         stack.enter_context(ffn)
@@ -219,18 +224,20 @@ def make_model(folder: Path, like: Path, shape: str) -> Path:
 
 def measure(sides: dict[str, Engine], args: argparse.Namespace) -> list[Report]:
     """Every batch on both sides in turns; the first turn is a warm-up. One result for each batch and side."""
-    runs: dict[tuple[str, int], list[list[float]]] = {(side, n): [] for n in args.batches for side in SIDES}
+    runs: dict[tuple[str, int], list[Report]] = {(side, n): [] for n in args.batches for side in SIDES}
     for turn in range(args.repeats + 1):
         for batch in args.batches:
             for side in SIDES if turn % 2 else reversed(SIDES):
                 order = {"batch": batch, "context": args.context, "tokens": args.tokens, "number": turn}
-                runs[side, batch].append(sides[side].ask(ROUND_S, **order)["steps_ms"])
+                runs[side, batch].append(sides[side].ask(ROUND_S, **order))
         print(f"bench tpot: turn {turn} of {args.repeats}", file=sys.stderr, flush=True)
-    return [result(side, batch, steps[1:]) for (side, batch), steps in runs.items()]
+    return [result(side, batch, answers[1:]) for (side, batch), answers in runs.items()]
 
 
-def result(side: str, batch: int, repeats: Sequence[Sequence[float]]) -> Report:
+def result(side: str, batch: int, answers: Sequence[Report]) -> Report:
     """The figures of one line, in milliseconds: the median of the repeats' medians, these, and all steps' tail."""
+    repeats = [answer["steps_ms"] for answer in answers]
+    firsts = [answer["first_ms"] for answer in answers]
     medians = [statistics.median(steps) for steps in repeats]
     cuts = statistics.quantiles([step for steps in repeats for step in steps], n=100, method="inclusive")
     return {
@@ -242,6 +249,8 @@ def result(side: str, batch: int, repeats: Sequence[Sequence[float]]) -> Report:
         "p10_ms": round(cuts[9], 4),
         "p90_ms": round(cuts[89], 4),
         "p99_ms": round(cuts[98], 4),
+        "first_ms": round(statistics.median(firsts), 3),
+        "firsts_ms": [round(each, 3) for each in firsts],
     }
 
 
@@ -263,12 +272,24 @@ def show(report: Report) -> None:
         spread = [f"{min(each['repeats_ms']):.3f} to {max(each['repeats_ms']):.3f}" for each in (afd, stock)]
         tails = [f"{each['p10_ms']:.2f} / {each['p90_ms']:.2f}" for each in (afd, stock)]
         gain = f"{100 * (afd['ms'] / stock['ms'] - 1):+.1f} %"
-        rows.append([str(batch), f"{afd['ms']:.3f}", f"{stock['ms']:.3f}", gain, *spread, *tails])
+        firsts = [f"{each['first_ms']:.1f}" if "first_ms" in each else "" for each in (afd, stock)]  # older reports
+        rows.append([str(batch), f"{afd['ms']:.3f}", f"{stock['ms']:.3f}", gain, *spread, *tails, *firsts])
     host = report["machine"]
     print_table(
         f"Milliseconds per output token: {report['model']}, {report['weights']} weights, context {report['context']}, "
         f"{' and '.join(host['gpus'])}, vLLM {host['vllm']}, runner {report['runner']}, graphs: {report['graphs']}",
-        ("batch", "AFD", "stock", "AFD / stock", "AFD repeats", "stock repeats", "AFD p10 / p90", "stock p10 / p90"),
+        (
+            "batch",
+            "AFD",
+            "stock",
+            "AFD / stock",
+            "AFD repeats",
+            "stock repeats",
+            "AFD p10 / p90",
+            "stock p10 / p90",
+            "AFD first",
+            "stock first",
+        ),
         rows,
     )
 

@@ -66,6 +66,8 @@ def main() -> None:
         AfdSettings.compute_hash = lambda self: spec["constant_key"]  # what the compile key would be without ours
     if spec.get("local_op"):
         call_ffns_through_the_op(spec["local_op"])
+    if spec.get("cut"):
+        cut_at_the_op(spec["engine"]["compilation_config"])
     additional = {"additional_config": {"afd": spec["afd"]}} if spec.get("afd") else {}
     llm = LLM(model=spec["model"], **spec["engine"], **additional)
     runner = Runner(llm)
@@ -276,6 +278,32 @@ def call_ffns_through_the_op(architecture: str) -> None:
         return model
 
     BaseModelLoader.load_model = load_model
+
+
+def cut_at_the_op(compilation: dict[str, Any]) -> None:
+    """In a stock model, cut piecewise graphs at the hop's op too, so that its pieces are those of an attention server.
+
+    As there, the op does nothing while pieces are captured.
+    """
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+    from vllm.config import CompilationConfig
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    from afdpatch.patches.settings import CAPTURES, HOP_OP
+
+    updates = ["vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update"]
+    compilation["splitting_ops"] = [*CompilationConfig._attention_ops, *updates, HOP_OP]
+    original = CUDAGraphWrapper.__call__
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_forward_context_available():
+            context = get_forward_context()
+            piece = context.cudagraph_runtime_mode == self.runtime_mode and self.runtime_mode.name == "PIECEWISE"
+            if piece and context.batch_descriptor not in self.concrete_cudagraph_entries:
+                context.additional_kwargs[CAPTURES] = True
+        return original(self, *args, **kwargs)
+
+    CUDAGraphWrapper.__call__ = __call__
 
 
 def show(output: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def main() -> None:
             if spec["model"] == "silent":
                 continue
             step = order["batch"] * (1.5 if spec["afd"] else 1.0) if order["number"] else 1000.0
-            line.write(json.dumps({"steps_ms": [step] * (order["tokens"] - 1)}) + "\n")
+            line.write(json.dumps({"first_ms": 10 * step, "steps_ms": [step] * (order["tokens"] - 1)}) + "\n")
             line.flush()
 
 

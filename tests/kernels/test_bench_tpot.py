@@ -47,12 +47,13 @@ def test_both_sides_take_turns_and_the_first_one_does_not_count(engine: Callable
     results = bench_tpot.measure(sides, parse("--batches", "2", "4", "--repeats", "3", "--tokens", "11"))
     assert asked[:8] == ["stock 2", "afd 2", "stock 4", "afd 4", "afd 2", "stock 2", "afd 4", "stock 4"]
     assert len(asked) == 16
-    figures = {(each["side"], each["batch"]): (each["ms"], each["repeats_ms"], each["steps"]) for each in results}
+    names = ("ms", "repeats_ms", "steps", "first_ms", "firsts_ms")
+    figures = {(each["side"], each["batch"]): tuple(each[name] for name in names) for each in results}
     assert figures == {
-        ("afd", 2): (3.0, [3.0] * 3, 30),
-        ("stock", 2): (2.0, [2.0] * 3, 30),
-        ("afd", 4): (6.0, [6.0] * 3, 30),
-        ("stock", 4): (4.0, [4.0] * 3, 30),
+        ("afd", 2): (3.0, [3.0] * 3, 30, 30.0, [30.0] * 3),
+        ("stock", 2): (2.0, [2.0] * 3, 30, 20.0, [20.0] * 3),
+        ("afd", 4): (6.0, [6.0] * 3, 30, 60.0, [60.0] * 3),
+        ("stock", 4): (4.0, [4.0] * 3, 30, 40.0, [40.0] * 3),
     }
 
 
@@ -84,9 +85,10 @@ def test_what_cannot_be_is_said_before_anything_starts(tmp_path: Path, capsys: A
 
 def test_a_report_makes_a_table_and_a_picture(tmp_path: Path, capsys: Any) -> None:
     results = [
-        bench_tpot.result(side, batch, [[ms, ms, ms + 0.1], [ms] * 3, [ms + 0.2] * 3])
+        bench_tpot.result(side, batch, [{"first_ms": 20 + ms, "steps_ms": steps} for steps in three])
         for batch, pair in {1: (3.0, 2.5), 16: (8.1, 8.0)}.items()
         for side, ms in zip(bench_tpot.SIDES, pair, strict=True)
+        for three in [([ms, ms, ms + 0.1], [ms] * 3, [ms + 0.2] * 3)]
     ]
     report = {
         "machine": {"gpus": ["A", "B"], "vllm": "0.30.0"}, "model": "m", "weights": "dummy", "context": 1024,
@@ -94,7 +96,7 @@ def test_a_report_makes_a_table_and_a_picture(tmp_path: Path, capsys: Any) -> No
     }  # fmt: skip
     bench_tpot.show(report)
     text = capsys.readouterr().out
-    assert "+20.0 %" in text and "+1.2 %" in text and "3.000 to 3.200" in text
+    assert "+20.0 %" in text and "+1.2 %" in text and "3.000 to 3.200" in text and "23.0" in text
     pytest.importorskip("matplotlib")
     bench_tpot.draw(report, tmp_path / "picture.svg")
     assert "<svg" in (tmp_path / "picture.svg").read_text()
