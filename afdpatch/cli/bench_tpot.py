@@ -57,6 +57,8 @@ TARGET = 1.08
 ENGINE = "afdpatch.patches.bench_engine"
 ROUND_S = 120.0
 """The longest that one batch may take."""
+ROWS = 8192
+"""Tokens of a step at most, and rows of a hop."""
 MEMORY = 0.3
 """The share of a GPU that each of the two engines on it may take."""
 
@@ -179,13 +181,19 @@ def _sides(args: argparse.Namespace) -> Iterator[dict[str, Engine]]:
     env = {"VLLM_USE_V2_MODEL_RUNNER": str(int(args.runner) - 1), "VLLM_NO_USAGE_STATS": "1", "NO_COLOR": "1"}
     words = [sys.executable, "-m", "afdpatch", "serve", "--role", "ffn", str(model), "--port", str(port)]
     words += ["--afd-port", str(afd_port), "--connector", args.connector, "--enforce-eager", "--dtype", "bfloat16"]
-    words += ["--gpu-memory-utilization", str(MEMORY), *(["--load-format", "dummy"] if args.shape else [])]
+    words += [
+        "--gpu-memory-utilization",
+        str(MEMORY),
+        "--max-num-batched-tokens",
+        str(ROWS),
+        *(["--load-format", "dummy"] if args.shape else []),
+    ]
     theirs = {"CUDA_VISIBLE_DEVICES": f"{second},{first}", "VLLM_USE_V2_MODEL_RUNNER": "0"}  # an FFN server runs none
     ffn = Server("ffn", words, port, args.log_dir / "ffn.log", env=env | theirs)
     engine = options | {
         "max_model_len": args.context + args.tokens,
         "max_num_seqs": max(args.batches),
-        "max_num_batched_tokens": 8192,
+        "max_num_batched_tokens": ROWS,
         "gpu_memory_utilization": MEMORY,
         "kv_cache_memory_bytes": args.kv_cache_gib << 30,
         "enable_prefix_caching": False,
