@@ -61,6 +61,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SERVER_DEV_MODE": "1",
     "NO_COLOR": "1",
+    # Else Inductor chooses between kernels by time, and two compilations of one model give two results.
+    "TORCHINDUCTOR_DETERMINISTIC": "1",
 }
 
 
