@@ -221,19 +221,18 @@ def imported(
 
 def bound(tree: SourceTree, source: SourceFile, name: str) -> list[Binding]:
     """The bindings of a name at a module's top level, those `import *` among them that give it."""
-    stars = [item for item in source.top("*") if name != "*" and _gives(tree, source, item, name, frozenset())]
+    stars = [item for item in source.top("*") if name != "*" and _gives(tree, source, item, name, set())]
     if not stars:
         return source.top(name)
     return sorted([*source.top(name), *stars], key=lambda item: _position(item.node))
 
 
-def _gives(tree: SourceTree, source: SourceFile, star: Binding, name: str, seen: frozenset[str]) -> bool:
-    """Whether an `import *` gives a name."""
+def _gives(tree: SourceTree, source: SourceFile, star: Binding, name: str, seen: set[str]) -> bool:
+    """Whether an `import *` gives a name; the modules that were looked at are added to `seen`."""
     if not isinstance(star.node, ast.ImportFrom):
         return False
     other = tree.file(source.absolute(star.node))
     if other is None or other.module in seen or not other.parses or not other.exports(name):
         return False
-    return bool(other.top(name)) or any(
-        _gives(tree, other, item, name, seen | {other.module}) for item in other.top("*")
-    )
+    seen.add(other.module)
+    return bool(other.top(name)) or any(_gives(tree, other, item, name, seen) for item in other.top("*"))

@@ -149,6 +149,29 @@ def definition(tree: SourceTree, module: str, qualname: str, seen: tuple[str, ..
     return definition(tree, there, ".".join(onward), (*seen, here)) if onward else here
 
 
+def definitions(tree: SourceTree, module: str, qualname: str) -> set[str]:
+    """Everything that a name of a module may be: as `definition`, by each of the imports that may bind it."""
+    ends, seen, todo = set[str](), set[str](), [(module, qualname)]
+    while todo:
+        module, qualname = todo.pop()
+        here = f"{module}:{qualname}"
+        if here in seen:
+            continue
+        seen.add(here)
+        source, names = tree.file(module), qualname.split(".")
+        if source is None or not source.parses:
+            ends.add(here)
+            continue
+        every = bound(tree, source, names[0])
+        nodes = [item.node for item in possible(every) or every]
+        led = [imported(tree, source, node, names) for node in nodes if isinstance(node, ast.ImportFrom)]
+        onward = [(there, ".".join(rest)) for there, rest in led if rest]
+        todo += onward
+        if len(onward) < len(nodes) or not nodes:
+            ends.add(here)
+    return ends
+
+
 def _imported(tree: SourceTree, source: SourceFile, names: Sequence[str], found: Sequence[Binding]) -> SymbolAbsent:
     node = next((item.node for item in possible(found) or found), None)
     here = there = f"{source.module}:{'.'.join(names)}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from afdpatch.registry import fingerprint
 from afdpatch.registry.files import DirectoryFiles, Files, SourceError
 from afdpatch.registry.lineage import Class, base_names, lineage
-from afdpatch.registry.scope import Binding, attribute_bindings, bindings
+from afdpatch.registry.scope import Binding, at_import, attribute_bindings, bindings
 
 
 class SymbolAbsent(LookupError):
@@ -164,19 +164,25 @@ class SourceFile:
         return table
 
     @cached_property
-    def _exported(self) -> frozenset[str] | None:
-        """What `__all__` lists, or None if there is none that is written out as a whole."""
+    def _exported(self) -> tuple[frozenset[str], bool]:
+        """What `__all__` may list, as far as it is written out, and whether it lists nothing else for certain."""
         found = self.top("__all__")
-        value = found[0].node.value if len(found) == 1 and isinstance(found[0].node, ast.Assign) else None
-        if not isinstance(value, ast.List | ast.Tuple) or not all(
-            isinstance(item, ast.Constant) for item in value.elts
-        ):
-            return None
-        return frozenset(str(item.value) for item in value.elts if isinstance(item, ast.Constant))
+        added = b"__all__." in self.data  # .append, .extend
+        nodes: list[ast.AST] = [item.node for item in found]
+        nodes += [node for node, _ in at_import(self.tree.body) if isinstance(node, ast.Expr)] if added else []
+        texts = [part for node in nodes for part in ast.walk(node) if isinstance(part, ast.Constant)]
+        names = frozenset(part.value for part in texts if isinstance(part.value, str))
+        written = all(_is_written_out(getattr(item.node, "value", None)) for item in found)
+        return names, written and not added and any(not item.within for item in found)
 
     def exports(self, name: str) -> bool:
-        """Whether `import *` takes a name, if the module has it."""
-        return not name.startswith("_") if self._exported is None else name in self._exported
+        """Whether `import *` may take a name, if the module has it."""
+        names, certain = self._exported
+        return name in names or not (certain or name.startswith("_"))
+
+
+def _is_written_out(value: ast.expr | None) -> bool:
+    return isinstance(value, ast.List | ast.Tuple) and all(isinstance(item, ast.Constant) for item in value.elts)
 
 
 def _statements(
@@ -372,6 +378,12 @@ class SourceTree:
         from afdpatch.registry.resolving import definition
 
         return definition(self, module, qualname)
+
+    def definitions(self, module: str, qualname: str) -> set[str]:
+        """Every place where a name of a module may be defined, should several imports bind it."""
+        from afdpatch.registry.resolving import definitions
+
+        return definitions(self, module, qualname)
 
 
 def module_of(file: str) -> str:

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from afdpatch.registry.census import held_lines
+from afdpatch.registry.census import STAR, held_lines
 from afdpatch.registry.manifest import Entry
 from afdpatch.registry.source import SourceTree
 
@@ -28,7 +28,7 @@ def import_names(tree: SourceTree, entry: Entry, place: Any, modules: Iterable[s
         source = tree.file(name)
         if source is None or name == entry.module:
             continue
-        if name in entry.holders or word in source.data or b"import *" in source.data:
+        if name in entry.holders or word in source.data or STAR.search(source.data):
             names = tuple(held for held in held_lines(tree, name, entry.target) if "." not in held)
             if names:
                 found[name] = names
