@@ -11,10 +11,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from typing import TypeGuard
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.census import as_word, held_lines
-from afdpatch.registry.lineage import imported
+from afdpatch.registry.lineage import bound, imported, possible
 from afdpatch.registry.lock import Keeper
 from afdpatch.registry.overrides import overrides_of
 from afdpatch.registry.scope import Binding, at_import, bindings, dotted
@@ -69,8 +70,19 @@ def keepers_of(tree: SourceTree, target: str, kind: str, holders: Collection[str
         for name, line in imports.items():
             kept_by = "attribute" if "." in name else "import"  # a class's own isn't rebound
             found.append(Keeper(kept_by, f"{holder}.{name}", holder, source.file if source else "", line))
+        found += _instead(tree, source, imports, target) if source else []
     found += overrides_of(tree, target, kind)
     return tuple(sorted(set(found), key=lambda item: (item.file, item.line, item.kind, item.where)))
+
+
+def _instead(tree: SourceTree, source: SourceFile, names: Collection[str], target: str) -> Iterator[Keeper]:
+    """What a holder may have by the target's name in its place: another definition or import, perhaps conditional."""
+    for name in names:
+        for item in possible(bound(tree, source, name)):
+            led = imported(tree, source, item.node, [name]) if isinstance(item.node, ast.ImportFrom) else ("", ())
+            if target not in tree.definitions(led[0], ".".join(led[1])):
+                where = f"{source.module}.{name}, which something else is bound to as well,"
+                yield Keeper("override", where, source.module, source.file, item.node.lineno)
 
 
 def _files(tree: SourceTree, target: str, holders: Collection[str], names: Collection[str]) -> Iterator[str]:
@@ -140,10 +152,10 @@ class _Reader:
     # ---- statements: what runs when the module is imported -----------------------------------------------------------
 
     def _statement(self, node: ast.stmt) -> Iterator[Keeper]:
+        if self._may_assign:
+            yield from self._assigned_by(node) if isinstance(node, fingerprint.Function) else self._assigned(node)
         if isinstance(node, fingerprint.Function):
             yield from self._function(node)
-            if self._may_assign:
-                yield from self._assigned_by(node)
         elif isinstance(node, ast.ClassDef):
             for value in (*node.decorator_list, *node.keywords):
                 yield from self._held(value, self._name(node.name), "argument")
@@ -175,14 +187,33 @@ class _Reader:
         for item in items:
             yield from self._held(item, where, "container" if kept or item is items[-1] else "argument")
 
+    def _assigned(self, node: ast.stmt) -> Iterator[Keeper]:
+        """Where a statement assigns to the target or deletes it, or does so with it in a subclass."""
+        for item in (item for part in fingerprint.own_parts(node) for item in ast.walk(part)):
+            if not self._may_be_assigned(item):
+                continue
+            text = ".".join(dotted(item))
+            ends = self._ends(dotted(item))
+            if self._source.module == self._home and not self._inside and text == self._qualname:
+                continue  # a part of the target's own definition
+            if self._target in ends:
+                yield self._keeper("assignment", f"{self._source.module}, which assigns to it", item.lineno)
+            elif self._inherited(ends):
+                yield self._keeper("override", f"{self._source.module}, which assigns to {text},", item.lineno)
+
+    def _may_be_assigned(self, node: ast.AST) -> TypeGuard[ast.Attribute]:
+        last = self._qualname.rpartition(".")[2]
+        return isinstance(node, ast.Attribute) and node.attr == last and not isinstance(node.ctx, ast.Load)
+
     def _assigned_by(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Keeper]:
         """Where a function assigns to the target, should anybody call it."""
         last = self._qualname.rpartition(".")[2]
         local: dict[str, list[Binding]] | None = None
         for item in ast.walk(node):
-            if isinstance(item, ast.Attribute) and item.attr == last and not isinstance(item.ctx, ast.Load):
+            if self._may_be_assigned(item):
                 local = bindings(node.body) if local is None else local
-                assigns = self._resolved(dotted(item), local) == self._target
+                ends = self._ends(dotted(item), local)
+                assigns = self._target in ends or self._inherited(ends)
             elif isinstance(item, ast.Global) and last in item.names and self._source.module == self._home:
                 assigns = last == self._qualname and last in bindings(node.body)
             else:
@@ -216,10 +247,7 @@ class _Reader:
                 return  # a part of the target's own definition
             yield from self._held(value, self._name(target.id), "name")
         elif isinstance(target, ast.Attribute):
-            names = dotted(target)
-            found = self._resolved(names) if names else None
-            if self._source.module != self._home and found == self._target:
-                yield self._keeper("assignment", f"{self._name()}, which assigns to it", target.lineno)
+            found = min(self._ends(dotted(target)), default=None)
             where = found.replace(":", ".") if found else f"{_text(target)} set in {self._name()}"
             yield from self._held(value, where, "attribute")
         else:
@@ -291,16 +319,18 @@ class _Reader:
         if (node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")) not in self._lasts:
             return False
         names = dotted(node)
-        if not names:
-            return False
         own = bool(self._inside) and self._source.module == self._home
         if own and [*self._inside, *names] == self._qualname.split("."):
             return True
-        found = self._resolved(names)
-        if found == self._target or found is None or "." not in found.partition(":")[2]:
-            return found == self._target
-        with suppress(SymbolAbsent):
-            return self._tree.resolve(found).defined_as == self._defined_as  # by a subclass
+        ends = self._ends(names)
+        return self._target in ends or self._inherited(ends)
+
+    def _inherited(self, ends: Collection[str]) -> bool:
+        """Whether one of some symbols is the target by a subclass."""
+        for end in ends:
+            with suppress(SymbolAbsent):
+                if "." in end.partition(":")[2] and self._tree.resolve(end).defined_as == self._defined_as:
+                    return True
         return False
 
     @cached_property
@@ -320,28 +350,37 @@ class _Reader:
         Most files don't, and need no walk through their functions.
         """
         last = as_word(self._qualname.rpartition(".")[2])
-        return re.search(rb"\.%s[^\n=(]*=(?!=)|\bglobal\b[^\n]*%s" % (last, last), self._source.data) is not None
+        ways = rb"\.%s[^\n=(]*=(?!=)|\b(?:for|as|del|global)\b[^\n]*%s" % (last, last)
+        return re.search(ways, self._source.data) is not None
 
     @cached_property
     def _defined_as(self) -> str:
         return self._tree.resolve(self._target).defined_as
 
-    def _resolved(self, names: Sequence[str], local: Mapping[str, list[Binding]] | None = None) -> str | None:
-        """Where a dotted name leads, as far as it can be followed; `local` has the names of a function."""
+    def _ends(
+        self,
+        names: Sequence[str],
+        local: Mapping[str, list[Binding]] | None = None,
+        seen: set[ast.stmt] | None = None,
+    ) -> set[str]:
+        """Where a dotted name may lead, as far as it can be followed; `local` has the names of a function."""
         found = (local or {}).get(names[0]) or self._source.top(names[0]) if names else []
-        if not found:
-            return self._tree.definition(self._source.module, ".".join(names))  # by `import *`, perhaps
-        for binding in found:
-            node = binding.node
-            if not isinstance(node, ast.Import | ast.ImportFrom):
-                another = dotted(node.value) if isinstance(node, ast.Assign) and names[1:] else []
-                if another and another[0] != names[0]:  # `E = core.Engine`
-                    return self._resolved([*another, *names[1:]])
-                return f"{self._source.module}:{'.'.join(names)}"
-            module, onward = imported(self._tree, self._source, node, names)
-            if onward and module.partition(".")[0] == self._tree.package:
-                return self._tree.definition(module, ".".join(onward))
-        return None
+        if names and not found:
+            return self._tree.definitions(self._source.module, ".".join(names))  # by `import *`, perhaps
+        ends, seen = set[str](), set() if seen is None else seen
+        for node in (binding.node for binding in found):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                module, onward = imported(self._tree, self._source, node, names)
+                if onward and module.partition(".")[0] == self._tree.package:
+                    ends |= self._tree.definitions(module, ".".join(onward))
+                continue
+            another = dotted(node.value) if isinstance(node, ast.Assign) and names[1:] else []
+            if another and node not in seen:  # `E = core.Engine`
+                seen.add(node)
+                ends |= self._ends([*another, *names[1:]], local, seen)
+            else:
+                ends.add(f"{self._source.module}:{'.'.join(names)}")
+        return ends
 
     @property
     def _inside_owner(self) -> bool:

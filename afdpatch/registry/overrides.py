@@ -103,9 +103,14 @@ def _hidden(item: Class, last: str) -> Iterator[Keeper]:
             for node in ast.walk(method):
                 if not (isinstance(node, ast.Attribute) and node.attr == last and isinstance(node.ctx, ast.Store)):
                     continue
-                if isinstance(node.value, ast.Name) and node.value.id == parameters[0].arg:
+                if ast.unparse(node.value) in _own_names(parameters[0].arg):
                     yield _keeper("override", f"{item.symbol}.{method.name}, for one object,", item, node)
                     break
+
+
+def _own_names(parameter: str) -> tuple[str, ...]:
+    """How a method names its object, or its class, of which the same is said."""
+    return parameter, f"type({parameter})", f"{parameter}.__class__"
 
 
 def subclasses(tree: SourceTree, owner: Class) -> Iterator[Class]:

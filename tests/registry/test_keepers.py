@@ -106,14 +106,23 @@ USERS = {
     "by full renamed name": "import PKG.core as c\nother = c.free",
     "by another module": "from .again import free\nother = free",
     "by star": "from .core import *\nother = free",
+    "by a module that may have it": "from . import either\nother = either.free",
+    "after another": "free = None\nif __name__:\n    from .core import free\nother = free",
 }
 
 
 @pytest.mark.parametrize("name", USERS)
 def test_another_module_is_in_the_way_of_a_role_s_entry_only(world: World, name: str) -> None:
     world.write(f"{world.package}/again.py", "from .core import free\n")
+    world.write(
+        f"{world.package}/either.py", "try:\n    from .core import free\nexcept ImportError:\n    free = None\n"
+    )
     world.write(f"{world.package}/user.py", USERS[name])
-    holders = ["PKG.again", *(["PKG.user"] if "free as" in USERS[name] or "import free" in USERS[name] else [])]
+    holders = [
+        "PKG.again",
+        "PKG.either",
+        *(["PKG.user"] if "free as" in USERS[name] or "import free" in USERS[name] else []),
+    ]
     holders += ["PKG.user"] if "*" in USERS[name] else []
     world.declare(world.entry(holders=[] if name == "by another module" else holders))
     assert world.pin() == 0

@@ -91,6 +91,14 @@ DRIFT: dict[str, tuple[str, str | None, str]] = {
         INIT,
         f"{INIT}\n\n    def __getattribute__(self, name): ...",
     ),
+    "of its class, by type()": (RUN, INIT, f"{INIT}\n        type(self).run = len"),
+    "of its class, by __class__": (RUN, INIT, f"{INIT}\n        self.__class__.run, x = len, 1"),
+    "of a subclass, by another module": (RUN, "other.py", "from .core import Sub as S\nS.run = len\n"),
+    "of a subclass, by a function": (
+        RUN,
+        "other.py",
+        "from . import core\ndef f():\n    E = core.Sub\n    E.run, x = len, 1\n",
+    ),
     "assigned under if": (RUN, None, FAST + "if sys:\n    Engine.run = fast"),
     "assigned with an annotation": (RUN, None, FAST + "Engine.run: object = fast"),
     "assigned with another": (RUN, None, FAST + "Engine.run, Engine.n = fast, 1"),
@@ -288,9 +296,34 @@ def test_a_value_that_is_read_at_import_is_refused_by_its_source(world: World, n
         PatchSet.load(world.ours).apply(role="red", process="worker")
 
 
-@pytest.mark.parametrize(
-    "assigned", ["from .core import Engine\nEngine.run = len", "from . import core\ncore.Engine.run = len"]
-)
+ASSIGNED = {
+    "by its class": "from .core import Engine\nEngine.run = len",
+    "by its module": "from . import core\ncore.Engine.run = len",
+    "with another": "from . import core\ncore.Engine.run, other = make()",
+    "in a list": "from . import core\n[other, *core.Engine.run] = make()",
+    "by a loop": "from . import core\nfor core.Engine.run in (len,): ...",
+    "by with": "from . import core\nwith make() as core.Engine.run: ...",
+    "deleted": "from . import core\ndel core.Engine.run",
+    "in a class": "from .core import Engine\nclass C:\n    Engine.run = len",
+    "by another name": "from . import core\nE = core.Engine\nE.run = len",
+    "one of two": "if len:\n    from .fast import Engine\nelse:\n    from .core import Engine\nEngine.run = len",
+}
+
+
+@pytest.mark.parametrize("text", ["E = Engine\nE.run = len", "class C:\n    Engine.run = len"])
+def test_an_assignment_in_its_own_module_by_another_way_is_refused(world: World, text: str) -> None:
+    pinned(world, RUN)
+    edit(world, None, f"{text}\n")
+    assert world.verify() == 7
+
+
+def test_names_that_stand_for_each_other_lead_nowhere(world: World) -> None:
+    pinned(world, RUN)
+    edit(world, None, "A = B.x\nB = A.y\nZ = A.Engine.run\n")
+    assert world.verify() == 0
+
+
+@pytest.mark.parametrize("assigned", ASSIGNED.values(), ids=ASSIGNED)
 def test_an_assignment_in_another_module_is_refused_for_every_entry(world: World, assigned: str) -> None:
     for when in ("role", "always"):
         pinned(world, RUN, when)
@@ -341,3 +374,27 @@ def test_a_listed_holder_of_a_value_is_rebound_however_it_imports_it(world: Worl
     assert other.LIMIT == 99
     patches.undo()
     assert other.LIMIT == 3
+
+
+INSTEAD = {
+    "an import": "if X:\n    from .fast import free\n",
+    "a star": "try:\n    from .fast import *\nexcept ImportError: ...\n",
+    "a definition": "if X:\n    def free(x, scale=2): ...\n",
+    "a value": "free = getattr(X, 'free', free)\n",
+}
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+@pytest.mark.parametrize("when", ["role", "always"])
+def test_what_a_holder_may_have_in_the_target_s_place_is_drift(world: World, name: str, when: str) -> None:
+    world.write(f"{world.package}/core.py", BASE)
+    world.write(f"{world.package}/fast.py", "def free(x, scale=2): ...\n")
+    world.write(f"{world.package}/user.py", "from .core import free\n")
+    world.write(f"{world.ours}/patches.py", OURS)
+    world.declare(world.entry(when=when, holders=["PKG.user"]))
+    assert (world.pin(), world.verify()) == (0, 0)
+    world.write(f"{world.package}/user.py", f"from .core import free\n{INSTEAD[name]}")
+    assert world.verify() == 4
+    assert (world.pin(), world.verify()) == (0, 0)
+    world.write(f"{world.package}/user.py", f"{INSTEAD['an import']}from .core import free\n")
+    assert world.verify() == 0
