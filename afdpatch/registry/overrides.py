@@ -19,11 +19,14 @@ _FAR = 2000
 """The longest head of a class that is looked at, in bytes."""
 _PLAIN_HEAD = re.compile(rb"class\s+[^\s(:\[]+\s*(?:\([^()#'\"\[]*\)\s*)?:")
 _TEXTS = re.compile(rb"#[^\n]*|'[^'\n]*'|\"[^\"\n]*\"")
-_GROUP = re.compile(rb"\([^()]*\)|\[[^\[\]]*\]")
+_GROUP = re.compile(rb"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}")
+_OPEN = re.compile(rb"[(\[{][^)\]}]*\Z")
 _OPEN_HEAD = re.compile(rb"class\b[^:(]*\(")
-_GIVEN_ON = re.compile(rb"=\s*(?:[^\W\d][\w.]*\.)?\Z")
-_RENAMED = re.compile(rb"\s+as\s")
-_LINE_ENDS = re.compile(rb"\s*(?:\[[^\]\n]*\])?\s*(?:;|#|\r?\n|\Z)")
+_RENAMED = re.compile(rb"[\s\\]+as\s")
+_WORD = re.compile(rb"[\w\x80-\xff]")
+_GOES_ON = re.compile(rb"[\w\x80-\xff]|\s*[.(]")
+_IN_TABLE = re.compile(rb"\{|['\"][^\n]*\Z")  # or in a text
+_ASSIGNS = re.compile(rb"\s*[^\W\d][\w\x80-\xff., \t]*(?::[^=]*)?=(?!=)")
 
 
 def overrides_of(tree: SourceTree, target: str, kind: str) -> Iterator[Keeper]:
@@ -158,7 +161,21 @@ def leads(data: bytes, name: bytes) -> bool:
 
 
 def _is_assigned(data: bytes, at: int, end: int) -> bool:
-    return _LINE_ENDS.match(data, end) is not None and _GIVEN_ON.search(data[max(0, at - 200) : at]) is not None
+    """Whether a place is in the value of an assignment; what is called there, or of which a part is taken, isn't."""
+    if _GOES_ON.match(data, end) or _WORD.match(data, at - 1) or b"=" not in data[max(0, at - _FAR) : at]:
+        return False
+    text = _plain(data[max(0, at - _FAR) : at])
+    opened = _OPEN.search(text)
+    begin = text.rfind(b"\n", 0, opened.start() if opened else len(text)) + 1
+    return _ASSIGNS.match(text, begin) is not None and not _IN_TABLE.search(text, begin)
+
+
+def _plain(text: bytes) -> bytes:
+    """A text without comments, texts and what is in brackets."""
+    text = _TEXTS.sub(b"", text)
+    while text != (text := _GROUP.sub(b"", text)):
+        pass
+    return text
 
 
 def _in_head(data: bytes, at: int) -> bool:
@@ -166,11 +183,10 @@ def _in_head(data: bytes, at: int) -> bool:
     low, start = max(0, at - _FAR), at
     while (start := data.rfind(b"class", low, start)) >= 0:
         before = data[max(0, start - 200) : start]
+        if _WORD.match(data, start + 5):
+            continue  # `classes`, say
         if (b"\n" in before or start <= 200) and not before.rpartition(b"\n")[2].strip():
             break
     if start < 0 or _PLAIN_HEAD.match(data, start, at):
         return False
-    text = _TEXTS.sub(b"", data[start:at])
-    while text != (text := _GROUP.sub(b"", text)):
-        pass
-    return _OPEN_HEAD.match(text) is not None
+    return _OPEN_HEAD.match(_plain(data[start:at])) is not None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.files import DirectoryFiles, Files, SourceError
-from afdpatch.registry.lineage import Class, base_names, lineage
+from afdpatch.registry.lineage import Class, base_names, branches, lineage, parts
 from afdpatch.registry.scope import Binding, at_import, attribute_bindings, bindings
 
 
@@ -150,17 +150,21 @@ class SourceFile:
 
     @cached_property
     def other_names(self) -> dict[str, set[str]]:
-        """By the last part of a name, the other names that imports and assignments give to what has it, anywhere."""
+        """By the last part of a name, the other names that the module gives to what has it or is made of it."""
         table: dict[str, set[str]] = {}
-        for node, _ in self._statements:
+        for node, around in self._statements:
+            if any(isinstance(item, fingerprint.Function) for item in around):
+                continue  # a function's own names lead to no other module
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     table.setdefault(alias.name, set()).update([alias.asname] if alias.asname else [])
-            elif isinstance(node, ast.Assign | ast.AnnAssign):
-                name = base_names(node.value)[-1:] if node.value is not None else []
+            elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                for last in name:
-                    table.setdefault(last, set()).update(item.id for item in targets if isinstance(item, ast.Name))
+                names = {item.id for target in targets for item in ast.walk(target) if isinstance(item, ast.Name)}
+                plain = {id(part) for part in branches(node.value)}
+                for part in parts(node.value):  # what a call makes is a class if its name says so
+                    given = (name for name in names if id(part) in plain or name.lstrip("_")[:1].isupper())
+                    table.setdefault(base_names(part)[-1], set()).update(given)
         return table
 
     @cached_property

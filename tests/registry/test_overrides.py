@@ -158,6 +158,16 @@ SUBCLASSES = {
     "one of two": TRY.format(".core", "class Engine: ...") + BODY,
     "the other of two": TRY.format("fast", "from .core import Engine") + BODY,
     "made by a call": f"from .core import Engine\nclass S(as_embedding(Engine)){BODY}",
+    "another name in brackets": f"from . import core\nBase = (\n    core.Engine\n)\nclass S(Base){BODY}",
+    "another name on a condition": f"from . import core\nBase = object if X else core.Engine\nclass S(Base){BODY}",
+    "another name if there is none": f"from .core import Engine\nBase = X or Engine\nclass S(Base){BODY}",
+    "another name with another": f"from .core import Engine\nX, Base = 1, Engine\nclass S(Base){BODY}",
+    "another name by a call": "from .core import Engine\n"
+    f"Base = mixed(\n    X,  # (1)\n    Engine,\n)\nclass S(Base){BODY}",
+    "another name by a call, elsewhere": f"from .made import Mixed\nclass S(Mixed){BODY}",
+    "its own name by a call": f"from .core import Engine\nEngine = mixed(Engine)\nclass S(Engine){BODY}",
+    "a tuple of bases": f"from .core import Engine\nBASES = (X, Engine)\nclass S(*BASES){BODY}",
+    "a base named like a class statement": f"from .core import Engine\nclass S(\n    class_of.X,\n    Engine,\n){BODY}",
     "generic": f"from .core import Engine\nclass S(Generic[T], Engine[T]){BODY}",
     "in a function": f"def f():\n    from .core import Engine\n    class S(Engine){DEEP}",
     "in a class": f"from .core import Engine\nclass O:\n    class B(Engine): ...\n    class S(B){DEEP}",
@@ -228,6 +238,7 @@ def test_a_class_that_an_import_takes_the_place_of_has_moved(world: World, text:
 @pytest.mark.parametrize("name", SUBCLASSES)
 def test_an_override_is_seen_however_its_class_is_written(world: World, name: str) -> None:
     world.write(f"{world.package}/again.py", "from .core import Engine as Base\nOther = Base\n")
+    world.write(f"{world.package}/made.py", "from . import core\nMixed = cast(type, mixed(core.Engine))\n")
     pinned(world, RUN)
     world.write(f"{world.package}/other.py", SUBCLASSES[name])
     assert world.verify() == 4
@@ -239,9 +250,22 @@ def test_an_override_is_seen_however_its_class_is_written(world: World, name: st
         ("class Sub[T](Engine)", True),
         ("class Sub[T: (int, str)](Engine)", True),
         ("class Sub(a(b(c)), Engine)", True),
-        ("class Sub(Other): x = f(Engine)", False),
+        ("class Sub(Other): x: f(Engine)", False),
         ("class Sub:\n    def f(self, x: Engine): ...", False),
-        ("text = 'class Sub(', Engine", False),
+        ("text = 'class Sub(', 'Engine", False),
+        ("classes(\nEngine", False),
+        ("A = B = x.Engine  # it", True),
+        ("A: type = f(\n    'a', (1, 2),\n    Engine", True),
+        ("A = f(\n    a='b)',\n    b=Engine[int],", True),
+        ("A = Engine(1)", False),
+        ("A = Engine\\\n.b", True),
+        ("A = Engine.b", False),
+        ("A = MyEngine", False),
+        ("f(\n    a=Engine,\n)", False),
+        ("A = {\n    'a': Engine,\n}", False),
+        ("A = 'a', 'Engine'", False),
+        ("if A == Engine", False),
+        ("from x import (\n    Engine,\n)", False),
     ],
 )
 def test_the_bases_in_the_text_of_a_class(text: str, there: bool) -> None:
