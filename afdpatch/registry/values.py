@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from afdpatch.registry.census import STAR, held_lines
@@ -11,28 +12,24 @@ from afdpatch.registry.manifest import Entry
 from afdpatch.registry.source import SourceTree
 
 
-def import_names(tree: SourceTree, entry: Entry, place: Any, modules: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The names that modules give a value by `from … import` at their top level.
+def import_names(tree: SourceTree, entry: Entry, place: Any) -> Callable[[str], tuple[str, ...]]:
+    """What tells the names that a module gives a value by `from … import` at its top level.
 
     Args:
         tree: the package's source.
         entry: the value's entry.
         place: where the value stands; what stands in a class isn't imported by name.
-        modules: the modules to look at, beside the entry's holders.
     """
-    found: dict[str, tuple[str, ...]] = {}
-    if isinstance(place, type):
-        return found
     word = entry.qualname.encode()
-    for name in dict.fromkeys([*modules, *entry.holders]):
-        source = tree.file(name)
-        if source is None or name == entry.module:
-            continue
-        if name in entry.holders or word in source.data or STAR.search(source.data):
-            names = tuple(held for held in held_lines(tree, name, entry.target) if "." not in held)
-            if names:
-                found[name] = names
-    return found
+
+    @functools.cache
+    def names(module: str) -> tuple[str, ...]:
+        source = tree.file(module) if module != entry.module and not isinstance(place, type) else None
+        if source is None or not (module in entry.holders or word in source.data or STAR.search(source.data)):
+            return ()
+        return tuple(name for name in held_lines(tree, module, entry.target) if "." not in name)
+
+    return names
 
 
 def captures(tree: SourceTree, modules: Iterable[str], name: str) -> list[str]:
