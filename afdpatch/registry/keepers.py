@@ -36,6 +36,11 @@ WRAPPERS = {
 """Calls that give an object which keeps their argument."""
 _IS_READ = rb"(?!\s*[(`]| +(?!(?:if|else|for|in|is|not|and|or|as)\b)\w)"
 """What doesn't follow a name that is kept: a call, or the words of a text."""
+_MAKES_CONSTANTS = {
+    *("abs", "bool", "bytes", "complex", "float", "format", "frozenset", "int", "len", "max", "min", "pow", "round"),
+    *("str", "sum", "tuple", "getenv", "join", "dirname", "basename", "abspath", "realpath"),
+}
+"""The last names of calls whose result is one."""
 _DEFAULT = "a default argument or closure of "
 _DISPLAYS = {ast.List: "list", ast.Tuple: "tuple", ast.Set: "set", ast.ListComp: "list", ast.SetComp: "set"}
 
@@ -112,9 +117,11 @@ def _files(tree: SourceTree, target: str, holders: Collection[str], names: Colle
 
 
 def _is_constant(tree: SourceTree, target: str) -> bool:
-    """Whether a value is a copy wherever it is read: a number, a text, None, or a sum of such."""
+    """Whether a value is a copy wherever it is read: a number, a text, None, a sum or a conversion to such."""
     value = getattr(tree.nodes(target)[1][-1], "value", None)
-    made = (*_DISPLAYS, ast.Dict, ast.DictComp, ast.Call, ast.Lambda)
+    if isinstance(value, ast.Call):
+        return last_name(value) in _MAKES_CONSTANTS
+    made = (*_DISPLAYS, ast.Dict, ast.DictComp, ast.Lambda)
     return isinstance(value, ast.expr) and not isinstance(value, made)
 
 
@@ -145,9 +152,11 @@ class _Reader:
 
     def readings(self) -> Iterator[Keeper]:
         """Each place that reads the target when the module is imported."""
-        for node in loads(self._source.tree):
+        for node, classes in loads(self._source):
+            self._inside = classes
             if self._refers(node):
                 yield self._keeper("name", f"what {self._source.module} makes of it at its import", node.lineno)
+        self._inside = ()
 
     # ---- statements: what runs when the module is imported -----------------------------------------------------------
 

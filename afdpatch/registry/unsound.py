@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from afdpatch.registry.fingerprint import Function
-from afdpatch.registry.scope import alias_of
+from afdpatch.registry.scope import alias_of, at_import, dotted
 from afdpatch.registry.source import SourceFile, SourceTree, Symbol, SymbolAbsent
 
 REASONS: dict[str, str] = {
@@ -25,12 +25,13 @@ MADE = {
     "singledispatchmethod": "functools.singledispatchmethod",
 }
 """Decorators that leave another object than a function, by the last name of where they are defined."""
+_ENUMERATION = "an enumeration"
 FIELDS = {
-    "Enum": "an enumeration",
-    "IntEnum": "an enumeration",
-    "StrEnum": "an enumeration",
-    "Flag": "an enumeration",
-    "IntFlag": "an enumeration",
+    "Enum": _ENUMERATION,
+    "IntEnum": _ENUMERATION,
+    "StrEnum": _ENUMERATION,
+    "Flag": _ENUMERATION,
+    "IntFlag": _ENUMERATION,
     "NamedTuple": "a named tuple",
     "BaseModel": "a pydantic model",
 }
@@ -56,22 +57,28 @@ def why_unpatchable(tree: SourceTree, symbol: Symbol) -> str | None:
     owner, _, name = symbol.defined_as.rpartition(".")
     if symbol.kind != "value" or ":" not in owner:
         return None
-    what = fields_of(tree, owner)
+    what = fields_of(tree, owner, name)
     where = f"{owner.partition(':')[2]}.{name}"
     return what and f"{where} is a field of {what}, whose default was taken when the class was made"
 
 
-def fields_of(tree: SourceTree, owner: str) -> str | None:
-    """What makes fields of a class's values (a dataclass, a model, an enumeration), or None."""
+def fields_of(tree: SourceTree, owner: str, name: str) -> str | None:
+    """What makes a field of a class's value (a dataclass, a model, an enumeration), or None.
+
+    Only an enumeration does so with what has no annotation.
+    """
     try:
         classes = tree.lineage(owner)
     except SymbolAbsent:
         return None
+    statements = [node for item in classes for node, inner in at_import(item.node.body) if not inner]
+    annotated = [node for node in statements if isinstance(node, ast.AnnAssign) and dotted(node.target) == [name]]
     for item in classes:
         for base in item.node.bases:
-            if (name := _origin(tree, item.source, base)) in FIELDS:
-                return FIELDS[name]
-        for decorator in item.node.decorator_list:
+            kind = FIELDS.get(_origin(tree, item.source, base))
+            if kind and (annotated or kind == _ENUMERATION):
+                return kind
+        for decorator in item.node.decorator_list if annotated else ():
             if _origin(tree, item.source, decorator) == "dataclass" or _makes_dataclasses(tree, item.source, decorator):
                 return "a dataclass"
     return None

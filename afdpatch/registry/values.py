@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from afdpatch.registry.census import STAR, held_lines
+from afdpatch.registry.fingerprint import own_parts
 from afdpatch.registry.manifest import Entry
-from afdpatch.registry.source import SourceTree
+from afdpatch.registry.scope import at_import
+from afdpatch.registry.source import SourceFile, SourceTree
 
 
 def import_names(tree: SourceTree, entry: Entry, place: Any) -> Callable[[str], tuple[str, ...]]:
@@ -38,20 +40,26 @@ def captures(tree: SourceTree, modules: Iterable[str], name: str) -> list[str]:
     for module in modules:
         source = tree.file(module)
         if source is not None:
-            lines = {item.lineno for item in loads(source.tree) if isinstance(item, ast.Name) and item.id == name}
+            lines = {item.lineno for item, _ in loads(source) if isinstance(item, ast.Name) and item.id == name}
             found += [f"{source.file}:{line}" for line in sorted(lines)]
     return found
 
 
-def loads(node: ast.AST) -> Iterator[ast.Name | ast.Attribute]:
-    """The names and attributes that are read when a module is imported: not in functions' bodies, nor annotations."""
-    todo = [node]
-    while todo:
-        item = todo.pop()
-        if isinstance(item, ast.Name | ast.Attribute) and isinstance(item.ctx, ast.Load):
-            yield item
-        for field, value in ast.iter_fields(item):
-            inside = isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and field == "body"
-            if not inside and field not in ("annotation", "returns"):
-                children = value if isinstance(value, list) else [value]
-                todo += [child for child in children if isinstance(child, ast.AST)]
+def loads(source: SourceFile) -> Iterator[tuple[ast.Name | ast.Attribute, tuple[str, ...]]]:
+    """The names and attributes that are read when a module is imported, each with the names of the classes around it.
+
+    What stands in functions' bodies isn't, nor annotations, nor what is for type checkers only.
+    """
+    for statement, classes in at_import(source.tree.body):
+        said = [getattr(statement, field, None) for field in ("annotation", "returns")]
+        todo = [part for part in own_parts(statement) if part not in said]
+        while todo:
+            item = todo.pop()
+            if isinstance(item, ast.Name | ast.Attribute) and isinstance(item.ctx, ast.Load):
+                yield item, classes
+            skipped = "body" if isinstance(item, ast.Lambda) else "annotation"
+            for field, value in ast.iter_fields(item):
+                if field != skipped:
+                    todo += [
+                        child for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)
+                    ]

@@ -226,3 +226,22 @@ def test_what_cannot_be_patched_is_refused_by_its_source(
     assert world.verify() == 2
     out = capsys.readouterr().out
     assert "unpatchable" in out and words in " ".join(out.split())
+
+
+# What stands in a class of PKG.zoo that has fields, and is none of them.
+NO_FIELDS = {
+    "dataclass": "from dataclasses import dataclass\n@dataclass\nclass C:\n    x: int = 1\n    f = 1",
+    "subclass of a dataclass": "from dataclasses import dataclass\n@dataclass\nclass B: ...\nclass C(B):\n    f = 1",
+    "class of a dataclass": "import dataclasses as d\n@d.dataclass\nclass C:\n    class D:\n        f: int = 2\n    f = 1",
+    "named tuple": "from typing import NamedTuple\nclass C(NamedTuple):\n    x: int = 1\n    f = 1",
+}
+
+
+@pytest.mark.parametrize("name", NO_FIELDS)
+def test_a_value_without_an_annotation_is_no_field(world: World, name: str) -> None:
+    world.write(f"{world.package}/zoo.py", NO_FIELDS[name])
+    world.write(f"{world.ours}/patches.py", "number = 2\n")
+    patches = world.patchset(world.entry("PKG.zoo:C.f", kind="replace", replacement="OURS.patches:number"))
+    assert world.verify() == 0
+    with patches.applied(role="red", process="worker"):
+        assert world.load("PKG.zoo").C.f == 2
