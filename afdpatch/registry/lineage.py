@@ -41,6 +41,17 @@ class Class:
         """`module:Qualified.name`."""
         return f"{self.source.module}:{self.qualname}"
 
+    @property
+    def bindings(self) -> list[Binding]:
+        """What binds its name in the scope that it stands in, in the order of the source."""
+        name = self.node.name
+        return self.source.scope(self.around[-1]).get(name, []) if self.around else self.source.top(name)
+
+    @property
+    def guard(self) -> str:
+        """The conditions that it stands under in that scope."""
+        return next((item.guard for item in self.bindings if item.node is self.node), "")
+
     def bound(self, name: str) -> list[Binding]:
         """What gives the class an attribute of its own, in the order of the source; empty if it ends up without."""
         found = self.source.scope(self.node).get(name, [])

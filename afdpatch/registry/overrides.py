@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from afdpatch.registry import fingerprint
 from afdpatch.registry.lineage import Class, bases, lineage, mentioned
 from afdpatch.registry.lock import Keeper
+from afdpatch.registry.scope import dotted
 from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent
+from afdpatch.registry.unsound import last_name
 
 _FAR = 2000
 """The longest head of a class that is looked at, in bytes."""
@@ -70,8 +72,7 @@ def _lineage(tree: SourceTree, owner: str) -> tuple[Class, ...]:
 def _is_cached(tree: SourceTree, target: str) -> bool:
     """Whether a property is one that an object's own value hides."""
     node = tree.nodes(target)[1][-1]
-    names = {ast.unparse(item).rpartition(".")[2] for item in getattr(node, "decorator_list", [])}
-    return "cached_property" in names
+    return "cached_property" in [last_name(item) for item in getattr(node, "decorator_list", [])]
 
 
 def _keeper(kind: str, where: str, item: Class, node: ast.stmt | ast.expr) -> Keeper:
@@ -106,14 +107,16 @@ def _hidden(item: Class, last: str) -> Iterator[Keeper]:
             for node in ast.walk(method):
                 if not (isinstance(node, ast.Attribute) and node.attr == last and isinstance(node.ctx, ast.Store)):
                     continue
-                if ast.unparse(node.value) in _own_names(parameters[0].arg):
+                if _is_own(node.value, parameters[0].arg):
                     yield _keeper("override", f"{item.symbol}.{method.name}, for one object,", item, node)
                     break
 
 
-def _own_names(parameter: str) -> tuple[str, ...]:
-    """How a method names its object, or its class, of which the same is said."""
-    return parameter, f"type({parameter})", f"{parameter}.__class__"
+def _is_own(node: ast.expr, parameter: str) -> bool:
+    """Whether a method names its object so, or the object's class, of which the same is said."""
+    if isinstance(node, ast.Call) and dotted(node.func) == ["type"] and len(node.args) == 1:
+        node = node.args[0]
+    return dotted(node) in ([parameter], [parameter, "__class__"])
 
 
 def subclasses(tree: SourceTree, owner: Class) -> Iterator[Class]:

@@ -232,7 +232,7 @@ def test_what_cannot_be_patched_is_refused_by_its_source(
 NO_FIELDS = {
     "dataclass": "from dataclasses import dataclass\n@dataclass\nclass C:\n    x: int = 1\n    f = 1",
     "subclass of a dataclass": "from dataclasses import dataclass\n@dataclass\nclass B: ...\nclass C(B):\n    f = 1",
-    "class of a dataclass": "import dataclasses as d\n@d.dataclass\nclass C:\n    class D:\n        f: int = 2\n    f = 1",
+    "class in a dataclass": "import dataclasses as d\n@d.dataclass\nclass C:\n    class D:\n        f: int\n    f = 1",
     "named tuple": "from typing import NamedTuple\nclass C(NamedTuple):\n    x: int = 1\n    f = 1",
 }
 

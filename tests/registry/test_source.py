@@ -281,6 +281,45 @@ INHERITED: dict[str, dict[str, str]] = {
 }
 
 
+UNDER = {
+    "a class under a condition": (
+        "C.f",
+        "class C:\n    def f(x): ...\n",
+        "if A:\n    class C:\n        def f(x): ...\n",
+    ),
+    "a class under another condition": (
+        "C.f",
+        "if A:\n    class C:\n        def f(x): ...\n",
+        "if not A:\n    class C:\n        def f(x): ...\n",
+    ),
+    "a base under a condition": (
+        "C.f",
+        "class B:\n    def f(x): ...\nclass C(B): ...\n",
+        "if A:\n    class B:\n        def f(x): ...\nclass C(B): ...\n",
+    ),
+    "a class on the way under a condition": (
+        "C.f",
+        "class B:\n    def f(x): ...\nclass M(B): ...\nclass C(M): ...\n",
+        "class B:\n    def f(x): ...\nif A:\n    class M(B): ...\nclass C(M): ...\n",
+    ),
+    "a class in a class that is assigned to": (
+        "C.D.f",
+        "class C:\n    class D:\n        def f(x): ...\n",
+        "class C:\n    class D:\n        def f(x): ...\nC.D = other(C.D)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNDER)
+def test_what_happens_to_the_classes_around_a_symbol_is_drift(world: World, name: str) -> None:
+    target, old, new = UNDER[name]
+    world.write(f"{world.package}/t.py", old)
+    world.declare(world.entry(f"PKG.t:{target}", id="a", kind="official"))
+    assert (world.pin(), world.verify()) == (0, 0)
+    world.write(f"{world.package}/t.py", new)
+    assert world.verify() == 4
+
+
 def test_names_that_stand_for_each_other_in_two_modules_have_an_end(world: World) -> None:
     tree = tree_of(world, a="from . import b\nC = b.D.x\nclass S(b.D): ...", b="from . import a\nD = a.C.y")
     with pytest.raises(SymbolAbsent):
