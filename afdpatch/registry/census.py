@@ -14,7 +14,7 @@ from afdpatch.registry.scope import at_import
 from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent, module_of
 
 STAR = re.compile(rb"import[\s\\]*\*")
-_STAR_OF = re.compile(rb"from[\s\\]*([.\w\x80-\xff]+)[\s\\]+import[\s\\]*\*")
+_STAR_OF = re.compile(rb"(?<![\w\x80-\xff])from[\s\\]*([.\w\x80-\xff]+)[\s\\]+import[\s\\]*\*")
 
 
 def holders_of(tree: SourceTree, target: str) -> tuple[str, ...]:

@@ -96,7 +96,7 @@ def _files(tree: SourceTree, target: str, holders: Collection[str], names: Colle
     own = {source.file for name in (module, *holders) if (source := tree.file(name)) is not None}
     *outer, _ = qualname.split(".")
     last = rb"\.(?:%s)%s" % (b"|".join(map(as_word, names)), _IS_READ)
-    read, by_class = re.compile(last), re.compile(rb"[A-Z][\w\x80-\xff]*" + last)
+    read, by_class = re.compile(last), re.compile(rb"(?<![\w\x80-\xff])[_a-z0-9]*[A-Z][\w\x80-\xff]*" + last)
     owners = (
         [outer[-1].encode("utf-8", "surrogateescape")]
         if outer
@@ -359,7 +359,7 @@ class _Reader:
         Most files don't, and need no walk through their functions.
         """
         last = as_word(self._qualname.rpartition(".")[2])
-        ways = rb"\.%s[^\n=(]*=(?!=)|\b(?:for|as|del|global)\b[^\n]*%s" % (last, last)
+        ways = rb"\.%s[^\n=(]{0,200}=(?!=)|\b(?:for|as|del|global)\b[^\n]{0,200}%s" % (last, last)
         return re.search(ways, self._source.data) is not None
 
     @cached_property

@@ -310,9 +310,11 @@ def test_a_name_that_is_not_ascii_is_overridden(world: World) -> None:
     assert world.verify() == 4
 
 
-def test_a_long_line_is_searched_in_linear_time(world: World) -> None:
+@pytest.mark.parametrize("words", ["only Engine ", "A", "for x as y ", ".only x ", "from", "global "])
+def test_a_long_line_is_searched_in_linear_time(world: World, words: str) -> None:
     pinned(world, "PKG.core:Engine.only")
-    world.write(f"{world.package}/data.py", f"X = '{'only Engine ' * 60_000}'\n")
+    name = "" if words == "A" else "print(Engine.only)"
+    world.write(f"{world.package}/data.py", f"X = '{words * 60_000}'\n{name}  # .only, import *\n")
     start = time.process_time()
     assert world.verify() == 0
     assert time.process_time() - start < 3
