@@ -15,7 +15,7 @@ from afdpatch.registry.lineage import Class, bases, lineage, mentioned
 from afdpatch.registry.lock import Keeper
 from afdpatch.registry.scope import dotted
 from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent
-from afdpatch.registry.unsound import last_name
+from afdpatch.registry.unsound import generates, last_name
 
 _FAR = 2000
 """The longest head of a class that is looked at, in bytes."""
@@ -54,7 +54,10 @@ def overrides_of(tree: SourceTree, target: str, kind: str) -> Iterator[Keeper]:
             yield _keeper("override", f"{item.symbol}.__getattribute__", item, binding.node)
         yield from _hidden(item, last) if hideable else ()
     looked = set(home)
+    private = last.startswith("__") and not last.endswith("__")
     for item in subclasses(tree, home[0]):
+        if private and item.node.name.lstrip("_") != home[0].node.name.lstrip("_"):
+            continue  # Python gives its private names that of their class
         yield from _own(tree, item, home[0], last)
         for part in lineage(tree, item) if hideable else ():
             if part not in looked:
@@ -84,7 +87,7 @@ def _own(tree: SourceTree, item: Class, owner: Class, last: str) -> Iterator[Kee
     found = [[one for one in item.bound(name) if one.runs] for name in (last, "__getattribute__")]
     nodes: list[ast.stmt] = [ran[0].node for ran in found if ran]
     reached = any(_reached(tree, base, last, owner) is owner for base in bases(tree, item))
-    if not nodes and reached and _reached(tree, item, last, owner) is not owner:
+    if not nodes and (generates(tree, item, last) or (reached and _reached(tree, item, last, owner) is not owner)):
         nodes = [item.node]
     for node in nodes:
         yield _keeper("override", f"{item.symbol}.{last}", item, node)

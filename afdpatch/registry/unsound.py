@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from afdpatch.registry.fingerprint import Function
+from afdpatch.registry.lineage import Class
 from afdpatch.registry.scope import alias_of, at_import, dotted
 from afdpatch.registry.source import SourceFile, SourceTree, Symbol, SymbolAbsent
 
@@ -25,6 +26,8 @@ MADE = {
     "singledispatchmethod": "functools.singledispatchmethod",
 }
 """Decorators that leave another object than a function, by the last name of where they are defined."""
+GENERATED = {"init": ("__init__",), "repr": ("__repr__",), "eq": ("__eq__", "__hash__")}
+"""What a dataclass has of its own if it isn't written, by the option that says no."""
 _ENUMERATION = "an enumeration"
 FIELDS = {
     "Enum": _ENUMERATION,
@@ -78,10 +81,34 @@ def fields_of(tree: SourceTree, owner: str, name: str) -> str | None:
             kind = FIELDS.get(_origin(tree, item.source, base))
             if kind and (annotated or kind == _ENUMERATION):
                 return kind
-        for decorator in item.node.decorator_list if annotated else ():
-            if _origin(tree, item.source, decorator) == "dataclass" or _makes_dataclasses(tree, item.source, decorator):
-                return "a dataclass"
+        if annotated and _dataclass_decorators(tree, item):
+            return "a dataclass"
     return None
+
+
+def generates(tree: SourceTree, cls: Class, name: str) -> bool:
+    """Whether a class gets a name of its own that no statement gives it: a dataclass's method, or a field's value."""
+    bare = [node for node in cls.node.body if isinstance(node, ast.AnnAssign) and node.value is None]
+    said = [node for node in bare if dotted(node.target) == [name] and last_name(node.annotation) != "ClassVar"]
+    if said and fields_of(tree, cls.symbol, name):
+        return True
+    options = {option for option, methods in GENERATED.items() if name in methods}
+    return any(
+        not any(
+            item.arg in options and getattr(item.value, "value", None) is False
+            for item in getattr(decorator, "keywords", [])
+        )
+        for decorator in (_dataclass_decorators(tree, cls) if options else ())
+    )
+
+
+def _dataclass_decorators(tree: SourceTree, cls: Class) -> list[ast.expr]:
+    """The decorators that make a class a dataclass."""
+    return [
+        item
+        for item in cls.node.decorator_list
+        if _origin(tree, cls.source, item) == "dataclass" or _makes_dataclasses(tree, cls.source, item)
+    ]
 
 
 def _makes_dataclasses(tree: SourceTree, source: SourceFile, decorator: ast.expr) -> bool:

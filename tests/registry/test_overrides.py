@@ -300,6 +300,16 @@ def test_an_object_hides_a_cached_property_and_no_plain_one(world: World) -> Non
         assert world.verify() == expected
 
 
+def test_a_private_name_is_overridden_by_a_class_of_the_same_name_only(world: World) -> None:
+    body = ":\n    def __run(self, x): ...\n    def __init__(self): self.__run = len\n"
+    world.write(f"{world.package}/core.py", "class Engine:\n    def __run(self, x): ...\n")
+    world.declare(world.entry("PKG.core:Engine.__run", id="a", replacement="OURS.patches:run"))
+    assert (world.pin(), world.verify()) == (0, 0)
+    for name, expected in (("Sub", 0), ("Engine", 4), ("_Engine", 4)):
+        world.write(f"{world.package}/other.py", f"from . import core\nclass {name}(core.Engine){body}")
+        assert world.verify() == expected, name
+
+
 def test_a_name_that_is_not_ascii_is_overridden(world: World) -> None:
     world.write(f"{world.package}/core.py", "class Engiñe:\n    def largué(self, x): ...\n")
     world.declare(world.entry("PKG.core:Engiñe.largué", id="a", replacement="OURS.patches:run"))
@@ -424,6 +434,29 @@ def test_a_listed_holder_of_a_value_is_rebound_however_it_imports_it(world: Worl
     assert other.LIMIT == 99
     patches.undo()
     assert other.LIMIT == 3
+
+
+DATACLASS = "import dataclasses\nfrom .core import Engine\n"
+GENERATED = {
+    "its method": ("Engine.__init__", "@dataclasses.dataclass\nclass S(Engine): ...\n", 4),
+    "its method, by a call": ("Engine.__init__", "@dataclasses.dataclass(init=True)\nclass S(Engine): ...\n", 4),
+    "not its method": ("Engine.__init__", "@dataclasses.dataclass(init=False)\nclass S(Engine): ...\n", 0),
+    "no method": (RUN, "@dataclasses.dataclass\nclass S(Engine): ...\n", 0),
+    "a field": (RUN, "@dataclasses.dataclass\nclass S(Engine):\n    run: object\n", 4),
+    "a field of a model": (RUN, "from pydantic import BaseModel\nclass S(BaseModel, Engine):\n    run: object\n", 4),
+    "no field": (RUN, "@dataclasses.dataclass\nclass S(Engine):\n    run: ClassVar[object]\n", 0),
+    "an annotation": (RUN, "class S(Engine):\n    run: object\n", 0),
+}
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_what_a_dataclass_has_of_its_own_is_an_override(world: World, name: str) -> None:
+    target, text, expected = GENERATED[name]
+    world.write(f"{world.package}/core.py", BASE)
+    world.declare(world.entry(f"PKG.core:{target.rpartition(':')[2]}", id="a", replacement="OURS.patches:run"))
+    assert (world.pin(), world.verify()) == (0, 0)
+    world.write(f"{world.package}/other.py", f"{DATACLASS}{text}")
+    assert world.verify() == expected
 
 
 INSTEAD = {
