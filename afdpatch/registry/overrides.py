@@ -89,8 +89,22 @@ def _own(tree: SourceTree, item: Class, owner: Class, last: str) -> Iterator[Kee
     reached = any(_reached(tree, base, last, owner) is owner for base in bases(tree, item))
     if not nodes and (generates(tree, item, last) or (reached and _reached(tree, item, last, owner) is not owner)):
         nodes = [item.node]
+    methods = [one.node for one in found[0] if isinstance(one.node, fingerprint.Function)]
+    calls = all(_goes_on(tree, item, method) for method in methods)
+    where = f"{item.symbol}.{last}" if calls else f"{item.symbol}.{last}, which doesn't call what it overrides,"
     for node in nodes:
-        yield _keeper("override", f"{item.symbol}.{last}", item, node)
+        yield _keeper("override", where, item, node)
+
+
+def _goes_on(tree: SourceTree, cls: Class, method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a method uses what it overrides, as `super().run` or `Base.run`: then a patch of that has its effect."""
+    above = {item.node.name for item in lineage(tree, cls)} | {name for base in cls.node.bases for name in dotted(base)}
+    for node in ast.walk(method):
+        if isinstance(node, ast.Attribute) and node.attr == method.name:
+            called = dotted(node.value.func) if isinstance(node.value, ast.Call) else []
+            if called == ["super"] or above.intersection(dotted(node.value)[-1:]):
+                return True
+    return False
 
 
 def _reached(tree: SourceTree, item: Class, last: str, owner: Class) -> Class | None:

@@ -300,6 +300,20 @@ def test_an_object_hides_a_cached_property_and_no_plain_one(world: World) -> Non
         assert world.verify() == expected
 
 
+@pytest.mark.parametrize("call", ["super().run(x)", "super(Sub, self).run(x)", "Engine.run(self, x)"])
+def test_an_override_that_no_longer_calls_what_it_overrides_is_drift(world: World, call: str) -> None:
+    sub = "class Sub(Engine):\n    def run(self, x):\n        return {}\n"
+    world.write(f"{world.package}/core.py", BASE.replace("class Sub(Engine): ...\n", sub.format(call)))
+    world.write(f"{world.ours}/patches.py", OURS)
+    world.declare(world.entry(RUN))
+    assert (world.pin(), world.verify()) == (0, 0)
+    world.write(f"{world.package}/core.py", BASE.replace("class Sub(Engine): ...\n", sub.format(f"1 + {call}")))
+    assert world.verify() == 0
+    world.write(f"{world.package}/core.py", BASE.replace("class Sub(Engine): ...\n", sub.format("self.run(x)")))
+    assert world.verify() == 4
+    assert (world.pin(), world.verify()) == (0, 0)
+
+
 def test_a_private_name_is_overridden_by_a_class_of_the_same_name_only(world: World) -> None:
     body = ":\n    def __run(self, x): ...\n    def __init__(self): self.__run = len\n"
     world.write(f"{world.package}/core.py", "class Engine:\n    def __run(self, x): ...\n")
