@@ -15,7 +15,7 @@ from typing import TypeGuard
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.census import as_word, held_lines
-from afdpatch.registry.lineage import bound, imported, possible
+from afdpatch.registry.lineage import bound, branches, given, imported, possible
 from afdpatch.registry.lock import Keeper
 from afdpatch.registry.overrides import overrides_of
 from afdpatch.registry.scope import Binding, at_import, bindings, dotted
@@ -383,10 +383,12 @@ class _Reader:
                 if onward and module.partition(".")[0] == self._tree.package:
                     ends |= self._tree.definitions(module, ".".join(onward))
                 continue
-            another = dotted(node.value) if isinstance(node, ast.Assign) and names[1:] else []
-            if another and node not in seen:  # `E = core.Engine`
+            values = [part for value in given(node, names[0]) for part in branches(value)] if names[1:] else []
+            others = [other for other in map(dotted, values) if other]
+            if others and node not in seen:  # `E = core.Engine`
                 seen.add(node)
-                ends |= self._ends([*another, *names[1:]], local, seen)
+                for other in others:
+                    ends |= self._ends([*other, *names[1:]], local, seen)
             else:
                 ends.add(f"{self._source.module}:{'.'.join(names)}")
         return ends

@@ -213,14 +213,14 @@ class _Names:
         self._seen.add((node, *names))
         if isinstance(node, ast.ClassDef):
             yield from self._attribute(Class(source, node, around), rest)
-        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            for value in self._parts_of(_given(node, names[0], node.value)):
-                yield from self.visible(source, around, _and(base_names(value), rest), _position(node))
         elif isinstance(node, ast.ImportFrom | ast.Import):
             module, onward = imported(self._tree, source, node, names)
             other = self._tree.file(module) if onward else None
             if other is not None and other.parses:
                 yield from self.visible(other, (), onward, None)
+        else:
+            for value in (part for item in given(node, names[0]) for part in self._parts_of(item)):
+                yield from self.visible(source, around, _and(base_names(value), rest), _position(node))
 
     def _attribute(self, cls: Class, names: Sequence[str]) -> Iterator[Class]:
         if not names:
@@ -233,14 +233,22 @@ class _Names:
                 return
 
 
-def _given(node: ast.Assign | ast.AnnAssign, name: str, value: ast.expr) -> ast.expr:
-    """What an assignment gives to a name: its value, or the part of it that stands where the name does."""
-    for target in node.targets if isinstance(node, ast.Assign) else ():
+def given(node: ast.stmt, name: str) -> list[ast.expr]:
+    """What a statement may give to a name: its value, or the part that stands where the name does; a loop's items."""
+    if isinstance(node, ast.For) and isinstance(node.iter, ast.List | ast.Tuple):
+        pairs = [(node.target, item) for item in node.iter.elts]
+    elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        pairs = [(target, node.value) for target in targets]
+    else:
+        return []
+    found = []
+    for target, value in pairs:
+        inner = [(target, value)]
         if isinstance(target, ast.Tuple | ast.List) and isinstance(value, ast.Tuple | ast.List):
-            for one, other in zip(target.elts, value.elts, strict=False):
-                if isinstance(one, ast.Name) and one.id == name:
-                    return other
-    return value
+            inner = list(zip(target.elts, value.elts, strict=False))
+        found += [part for one, part in inner if not isinstance(one, ast.Name) or one.id == name]
+    return found
 
 
 def _and(names: Sequence[str], rest: Sequence[str]) -> list[str]:

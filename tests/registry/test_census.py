@@ -38,6 +38,7 @@ HOLDS = {
     "many": "from .core import (\n    helper,\n    free,  # a comment\n)",
 }
 HOLDS_NOT = {
+    "checked_and": "import sys, typing\nif typing.TYPE_CHECKING and sys:\n    from .core import free",
     "checked": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .core import free",
     "late": "def f():\n    from .core import free\n    return free()",
     "method": "class A:\n    def f(self):\n        from .core import free",

@@ -365,6 +365,9 @@ ASSIGNED = {
     "deleted": "from . import core\ndel core.Engine.run",
     "in a class": "from .core import Engine\nclass C:\n    Engine.run = len",
     "by another name": "from . import core\nE = core.Engine\nE.run = len",
+    "by a loop's name": "from . import core\nfor E, run in ((core.Root, 1), (core.Engine, len)):\n    E.run = run",
+    "by a name on a condition": "from . import core\nE = core.Root if X else core.Engine\nE.run = len",
+    "by a name with another": "from . import core\nX, E = 1, core.Engine\nE.run = len",
     "one of two": "if len:\n    from .fast import Engine\nelse:\n    from .core import Engine\nEngine.run = len",
 }
 
