@@ -266,7 +266,7 @@ def _value(entry: Entry, owner: Any, place: Any, name: str, symbol: Symbol, tree
     others = [(name, module) for name, module in references.loaded(entry.package) if name not in entry.holders]
     # A module that is being imported and hasn't come to its import yet will get ours.
     left = [f"{name}.{held}" for name, module in others for held in names(name) if held in vars(module)]
-    _check_left(entry, left + captures(tree, [entry.module, *entry.holders], name))
+    _check_left(entry, left + captures(tree, [entry.module, *entry.holders], entry.qualname))
     return Target(owner, name, raw, raw, names)
 
 

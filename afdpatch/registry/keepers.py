@@ -338,18 +338,10 @@ class _Reader:
         own = bool(self._inside) and self._source.module == self._home
         if own and [*self._inside, *names] == self._qualname.split("."):
             return True
-        if names and self._is_of_class(names[0], node):
+        if names and self._source.is_of_class(self._inside, names[0], node):
             return False
         ends = self._ends(names)
         return self._target in ends or self._inherited(ends)
-
-    def _is_of_class(self, name: str, node: ast.expr) -> bool:
-        """Whether a name is one of the class's own in whose body it stands, and no import."""
-        around = next((cls for cls in self._source.classes if cls.qualname == ".".join(self._inside)), None)
-        found = (
-            possible(self._source.scope(around.node).get(name, []), (node.lineno, node.col_offset)) if around else []
-        )
-        return any(not item.within and not isinstance(item.node, ast.ImportFrom) for item in found)
 
     def _inherited(self, ends: Collection[str]) -> bool:
         """Whether one of some symbols is the target by a subclass."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.files import DirectoryFiles, Files, SourceError
-from afdpatch.registry.lineage import Class, base_names, branches, lineage, parts
+from afdpatch.registry.lineage import Class, base_names, branches, lineage, parts, possible
 from afdpatch.registry.scope import Binding, at_import, attribute_bindings, bindings
 
 
@@ -147,6 +147,18 @@ class SourceFile:
     def classes(self) -> tuple[Class, ...]:
         """Every class statement of the module, those in classes and functions too."""
         return tuple(Class(self, node, around) for node, around in self._statements if isinstance(node, ast.ClassDef))
+
+    def is_of_class(self, classes: Sequence[str], name: str, node: ast.expr) -> bool:
+        """Whether a name in a class's body, not in its methods', is the class's own, and not by an import.
+
+        Args:
+            classes: the names of the classes around it.
+            name: the name.
+            node: where it stands.
+        """
+        around = next((cls for cls in self.classes if classes and cls.qualname == ".".join(classes)), None)
+        found = possible(self.scope(around.node).get(name, []), (node.lineno, node.col_offset)) if around else []
+        return any(not item.within and not isinstance(item.node, ast.ImportFrom) for item in found)
 
     @cached_property
     def other_names(self) -> dict[str, set[str]]:

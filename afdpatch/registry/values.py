@@ -34,13 +34,17 @@ def import_names(tree: SourceTree, entry: Entry, place: Any) -> Callable[[str], 
     return names
 
 
-def captures(tree: SourceTree, modules: Iterable[str], name: str) -> list[str]:
-    """Where modules use a name while they are imported: as a default, in a class body, in another value."""
+def captures(tree: SourceTree, modules: Iterable[str], qualname: str) -> list[str]:
+    """Where modules use a value's name while they are imported: as a default, in a class body, in another value."""
     found = []
+    outer, _, name = qualname.rpartition(".")
     for module in modules:
         source = tree.file(module)
         if source is not None:
-            lines = {item.lineno for item, _ in loads(source) if isinstance(item, ast.Name) and item.id == name}
+            used = [
+                (item, classes) for item, classes in loads(source) if isinstance(item, ast.Name) and item.id == name
+            ]
+            lines = {item.lineno for item, classes in used if outer or not source.is_of_class(classes, name, item)}
             found += [f"{source.file}:{line}" for line in sorted(lines)]
     return found
 
