@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
@@ -49,7 +49,7 @@ class Target:
     name: str
     raw: Any
     original: Any
-    names: Mapping[str, tuple[str, ...]] | None = None
+    names: Callable[[str], tuple[str, ...]] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,11 +262,11 @@ def _value(entry: Entry, owner: Any, place: Any, name: str, symbol: Symbol, tree
     if not isinstance(raw, forms.SHARED):
         _check_left(entry, references.holders(raw, place, name, _ours(entry), entry.holders))
         return Target(owner, name, raw, raw)
-    names = import_names(tree, entry, place, [name for name, _ in references.loaded(entry.package)])
+    names = import_names(tree, entry, place)
+    others = [(name, module) for name, module in references.loaded(entry.package) if name not in entry.holders]
     # A module that is being imported and hasn't come to its import yet will get ours.
-    given = [(module, name) for module in names if module not in entry.holders for name in names[module]]
-    left = [f"{module}.{name}" for module, name in given if name in vars(sys.modules[module])]
-    _check_left(entry, left + captures(tree, [entry.module, *entry.holders], name))
+    left = [f"{name}.{held}" for name, module in others for held in names(name) if held in vars(module)]
+    _check_left(entry, left + captures(tree, [entry.module, *entry.holders], entry.qualname))
     return Target(owner, name, raw, raw, names)
 
 

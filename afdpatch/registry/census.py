@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from afdpatch.registry.scope import at_import
 from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent, module_of
 
-_STAR = re.compile(rb"from\s+([.\w\x80-\xff]+)\s+import\s*\*")
+STAR = re.compile(rb"import[\s\\]*\*")
+_STAR_OF = re.compile(rb"(?<![\w\x80-\xff])from[\s\\]*([.\w\x80-\xff]+)[\s\\]+import[\s\\]*\*")
 
 
 def holders_of(tree: SourceTree, target: str) -> tuple[str, ...]:
@@ -30,8 +31,8 @@ def holders_of(tree: SourceTree, target: str) -> tuple[str, ...]:
     starred = [
         (module_of(file), source)
         for file, data in tree.contents
-        if b"import *" in data or b"import*" in data
-        for source in _STAR.findall(data)
+        if STAR.search(data)
+        for source in _STAR_OF.findall(data)
     ]
     # A module that holds it under another name may be imported from by that name.
     searched: set[str] = set()
@@ -98,7 +99,7 @@ def _given(tree: SourceTree, source: SourceFile, node: ast.ImportFrom, target: s
     origin = source.absolute(node)
     for alias in node.names:
         for name in _names_of(tree, origin, target) if alias.name == "*" else [alias.name]:
-            if f"{origin}:{name}" == target or tree.definition(origin, name) == target:
+            if f"{origin}:{name}" == target or target in tree.definitions(origin, name):
                 yield name if alias.name == "*" else alias.asname or name
 
 
@@ -115,20 +116,4 @@ def _names_of(tree: SourceTree, origin: str, target: str) -> Iterator[str]:
         for alias in node.names
         if alias.asname
     }
-    listed = _listed(source)
-    for name in sorted(names):
-        if name in listed if listed is not None else not name.startswith("_"):
-            yield name
-
-
-def _listed(source: SourceFile) -> set[str] | None:
-    """What a module's `__all__` lists; None if it has none, or one that isn't written out as a whole."""
-    found: set[str] = set()
-    for binding in source.top("__all__"):
-        value = getattr(binding.node, "value", None)
-        if not isinstance(value, ast.List | ast.Tuple):
-            return None
-        if not all(isinstance(item, ast.Constant) and isinstance(item.value, str) for item in value.elts):
-            return None
-        found |= {str(item.value) for item in value.elts if isinstance(item, ast.Constant)}
-    return found or None
+    yield from (name for name in sorted(names) if source.exports(name))

@@ -16,7 +16,7 @@ from typing import Any
 
 from afdpatch.registry.compat import Absence, Part, Standing, TreeView, examine_entry
 from afdpatch.registry.errors import OtherVersion
-from afdpatch.registry.fingerprint import Function
+from afdpatch.registry.fingerprint import Function, normalise
 from afdpatch.registry.lock import Lock
 from afdpatch.registry.manifest import Entry
 from afdpatch.registry.ours import own_code
@@ -249,7 +249,12 @@ def _begin(node: ast.stmt) -> int:
 
 def _parameters(nodes: list[ast.stmt]) -> str:
     node = nodes[-1]
-    return ast.unparse(node.args) if isinstance(node, Function) else ""
+    if not isinstance(node, Function):
+        return ""
+    try:
+        return ast.unparse(node.args)
+    except RecursionError:  # a default that is a sum of a thousand parts, say
+        return normalise(node.args)
 
 
 def _changed_names(old: _Text, new: _Text | None) -> dict[str, set[str]]:

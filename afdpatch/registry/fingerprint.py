@@ -45,15 +45,21 @@ def body(definitions: Sequence[ast.AST]) -> str:
     return digest("\n".join(normalise(_inside(node)) for node in definitions))
 
 
-def interface(definitions: Sequence[ast.AST], guards: Sequence[str], owners: Sequence[ast.ClassDef]) -> str:
+def interface(
+    definitions: Sequence[ast.AST],
+    guards: Sequence[str],
+    owners: Sequence[ast.ClassDef],
+    owner_guards: Sequence[str],
+) -> str:
     """The fingerprint of how a symbol is used: signature, annotations, decorators, bases, and the classes around it.
 
     Args:
         definitions: as for `body`.
         guards: for each definition, the conditions that it stands under.
         owners: the classes around the symbol, the outermost first.
+        owner_guards: for each of them, the conditions that it stands under.
     """
-    lines = [_head(owner) for owner in owners]
+    lines = [f"{guard}{_head(owner)}" for guard, owner in zip(owner_guards, owners, strict=True)]
     lines += [f"{guard} {_head(node)}" for guard, node in zip(guards, definitions, strict=True)]
     return digest("\n".join(lines))
 

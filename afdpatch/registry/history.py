@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from afdpatch.registry.census import held_names, holders_of
+from afdpatch.registry.census import STAR, held_names, holders_of
 from afdpatch.registry.compat import Absence, Part, Standing, TreeView, compare
 from afdpatch.registry.files import SourceError
 from afdpatch.registry.gitfiles import LINK, GitFiles, GitRepository
@@ -23,7 +23,6 @@ from afdpatch.registry.source import SourceFile, SourceTree, Symbol, SymbolAbsen
 
 Changes = dict[str, str | None]
 """Paths from the repository's top, each with its new blob; None if there is none now. LINK if it is or was a link."""
-_STAR = re.compile(rb"import[\s\\]*\*")
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ class _Census:
 
     def concerns(self, file: str, data: bytes) -> bool:
         """Whether a changed file may make a difference: it was read, or has one of the names or an `import *` now."""
-        if module_of(file) in self.asked or _STAR.search(data):
+        if module_of(file) in self.asked or STAR.search(data):
             return True
         found = [name for name in self.names if name.encode() in data]
         text = data.decode("utf-8", "replace") if found else ""

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Final
@@ -87,8 +87,8 @@ class Record:
         original: what the target was: a function, a class or a value; `MISSING` for `install`.
         slots: the target's slot, then those of its holders.
         undo: for `install`, what takes it back.
-        names: for a value that may be one object for many reasons, the names that hold it by `from … import`, by
-            module; None: every name that holds the object.
+        names: for a value that may be one object for many reasons, what tells the names by which a module, imported
+            before or later, holds it by `from … import`; None: every name that holds the object.
         alike: of such a value, the names that held one like ours before ours was put in effect.
         past: of a module whose code ran again, what the target was before, and what stood in its place.
         broken: its module's code ran again, and the entry could not be put in effect again.
@@ -99,14 +99,14 @@ class Record:
     original: Any = MISSING
     slots: list[Slot] = field(default_factory=list)
     undo: Callable[[], object] | None = None
-    names: Mapping[str, tuple[str, ...]] | None = None
+    names: Callable[[str], tuple[str, ...]] | None = None
     alike: frozenset[tuple[str, str]] = frozenset()
     past: list[tuple[Any, Any]] = field(default_factory=list)
     broken: bool = False
 
     def __post_init__(self) -> None:
         after = self.slots[0].after if self.slots else MISSING
-        modules = [sys.modules[name] for name in self.names or () if name in sys.modules]
+        modules = [module for _, module in references.loaded(self.entry.package)] if self.names else []
         self.alike = frozenset((item.__name__, name) for item in modules for name in self._names_of(item, after))
 
     @property
@@ -131,7 +131,9 @@ class Record:
 
     def _names_of(self, module: ModuleType, value: object) -> list[str]:
         held = [name for name, item in list(vars(module).items()) if item is value]
-        return held if self.names is None else [name for name in self.names.get(module.__name__, ()) if name in held]
+        return (
+            held if self.names is None or not held else [name for name in self.names(module.__name__) if name in held]
+        )
 
     def sweep(self, holder: str) -> None:
         """Rebinds every name of a module, if it is imported, that holds the original."""

@@ -11,10 +11,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from typing import TypeGuard
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.census import as_word, held_lines
-from afdpatch.registry.lineage import imported
+from afdpatch.registry.lineage import bound, branches, given, imported, possible
 from afdpatch.registry.lock import Keeper
 from afdpatch.registry.overrides import overrides_of
 from afdpatch.registry.scope import Binding, at_import, bindings, dotted
@@ -35,6 +36,11 @@ WRAPPERS = {
 """Calls that give an object which keeps their argument."""
 _IS_READ = rb"(?!\s*[(`]| +(?!(?:if|else|for|in|is|not|and|or|as)\b)\w)"
 """What doesn't follow a name that is kept: a call, or the words of a text."""
+_MAKES_CONSTANTS = {
+    *("abs", "bool", "bytes", "complex", "float", "format", "frozenset", "int", "len", "max", "min", "pow", "round"),
+    *("str", "sum", "tuple", "getenv", "join", "dirname", "basename", "abspath", "realpath"),
+}
+"""The last names of calls whose result is one."""
 _DEFAULT = "a default argument or closure of "
 _DISPLAYS = {ast.List: "list", ast.Tuple: "tuple", ast.Set: "set", ast.ListComp: "list", ast.SetComp: "set"}
 
@@ -69,8 +75,19 @@ def keepers_of(tree: SourceTree, target: str, kind: str, holders: Collection[str
         for name, line in imports.items():
             kept_by = "attribute" if "." in name else "import"  # a class's own isn't rebound
             found.append(Keeper(kept_by, f"{holder}.{name}", holder, source.file if source else "", line))
+        found += _instead(tree, source, imports, target) if source else []
     found += overrides_of(tree, target, kind)
     return tuple(sorted(set(found), key=lambda item: (item.file, item.line, item.kind, item.where)))
+
+
+def _instead(tree: SourceTree, source: SourceFile, names: Collection[str], target: str) -> Iterator[Keeper]:
+    """What a holder may have by the target's name in its place: another definition or import, perhaps conditional."""
+    for name in names:
+        for item in possible(bound(tree, source, name)):
+            led = imported(tree, source, item.node, [name]) if isinstance(item.node, ast.ImportFrom) else ("", ())
+            if target not in tree.definitions(led[0], ".".join(led[1])):
+                where = f"{source.module}.{name}, which something else is bound to as well,"
+                yield Keeper("override", where, source.module, source.file, item.node.lineno)
 
 
 def _files(tree: SourceTree, target: str, holders: Collection[str], names: Collection[str]) -> Iterator[str]:
@@ -79,7 +96,7 @@ def _files(tree: SourceTree, target: str, holders: Collection[str], names: Colle
     own = {source.file for name in (module, *holders) if (source := tree.file(name)) is not None}
     *outer, _ = qualname.split(".")
     last = rb"\.(?:%s)%s" % (b"|".join(map(as_word, names)), _IS_READ)
-    read, by_class = re.compile(last), re.compile(rb"[A-Z][\w\x80-\xff]*" + last)
+    read, by_class = re.compile(last), re.compile(rb"(?<![\w\x80-\xff])[_a-z0-9]*[A-Z][\w\x80-\xff]*" + last)
     owners = (
         [outer[-1].encode("utf-8", "surrogateescape")]
         if outer
@@ -100,9 +117,11 @@ def _files(tree: SourceTree, target: str, holders: Collection[str], names: Colle
 
 
 def _is_constant(tree: SourceTree, target: str) -> bool:
-    """Whether a value is a copy wherever it is read: a number, a text, None, or a sum of such."""
+    """Whether a value is a copy wherever it is read: a number, a text, None, a sum or a conversion to such."""
     value = getattr(tree.nodes(target)[1][-1], "value", None)
-    made = (*_DISPLAYS, ast.Dict, ast.DictComp, ast.Call, ast.Lambda)
+    if isinstance(value, ast.Call):
+        return last_name(value) in _MAKES_CONSTANTS
+    made = (*_DISPLAYS, ast.Dict, ast.DictComp, ast.Lambda)
     return isinstance(value, ast.expr) and not isinstance(value, made)
 
 
@@ -133,17 +152,19 @@ class _Reader:
 
     def readings(self) -> Iterator[Keeper]:
         """Each place that reads the target when the module is imported."""
-        for node in loads(self._source.tree):
+        for node, classes in loads(self._source):
+            self._inside = classes
             if self._refers(node):
                 yield self._keeper("name", f"what {self._source.module} makes of it at its import", node.lineno)
+        self._inside = ()
 
     # ---- statements: what runs when the module is imported -----------------------------------------------------------
 
     def _statement(self, node: ast.stmt) -> Iterator[Keeper]:
+        if self._may_assign:
+            yield from self._assigned_by(node) if isinstance(node, fingerprint.Function) else self._assigned(node)
         if isinstance(node, fingerprint.Function):
             yield from self._function(node)
-            if self._may_assign:
-                yield from self._assigned_by(node)
         elif isinstance(node, ast.ClassDef):
             for value in (*node.decorator_list, *node.keywords):
                 yield from self._held(value, self._name(node.name), "argument")
@@ -175,14 +196,33 @@ class _Reader:
         for item in items:
             yield from self._held(item, where, "container" if kept or item is items[-1] else "argument")
 
+    def _assigned(self, node: ast.stmt) -> Iterator[Keeper]:
+        """Where a statement assigns to the target or deletes it, or does so with it in a subclass."""
+        for item in (item for part in fingerprint.own_parts(node) for item in ast.walk(part)):
+            if not self._may_be_assigned(item):
+                continue
+            text = ".".join(dotted(item))
+            ends = self._ends(dotted(item))
+            if self._source.module == self._home and not self._inside and text == self._qualname:
+                continue  # a part of the target's own definition
+            if self._target in ends:
+                yield self._keeper("assignment", f"{self._source.module}, which assigns to it", item.lineno)
+            elif self._inherited(ends):
+                yield self._keeper("override", f"{self._source.module}, which assigns to {text},", item.lineno)
+
+    def _may_be_assigned(self, node: ast.AST) -> TypeGuard[ast.Attribute]:
+        last = self._qualname.rpartition(".")[2]
+        return isinstance(node, ast.Attribute) and node.attr == last and not isinstance(node.ctx, ast.Load)
+
     def _assigned_by(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Keeper]:
         """Where a function assigns to the target, should anybody call it."""
         last = self._qualname.rpartition(".")[2]
         local: dict[str, list[Binding]] | None = None
         for item in ast.walk(node):
-            if isinstance(item, ast.Attribute) and item.attr == last and not isinstance(item.ctx, ast.Load):
+            if self._may_be_assigned(item):
                 local = bindings(node.body) if local is None else local
-                assigns = self._resolved(dotted(item), local) == self._target
+                ends = self._ends(dotted(item), local)
+                assigns = self._target in ends or self._inherited(ends)
             elif isinstance(item, ast.Global) and last in item.names and self._source.module == self._home:
                 assigns = last == self._qualname and last in bindings(node.body)
             else:
@@ -216,10 +256,7 @@ class _Reader:
                 return  # a part of the target's own definition
             yield from self._held(value, self._name(target.id), "name")
         elif isinstance(target, ast.Attribute):
-            names = dotted(target)
-            found = self._resolved(names) if names else None
-            if self._source.module != self._home and found == self._target:
-                yield self._keeper("assignment", f"{self._name()}, which assigns to it", target.lineno)
+            found = min(self._ends(dotted(target)), default=None)
             where = found.replace(":", ".") if found else f"{_text(target)} set in {self._name()}"
             yield from self._held(value, where, "attribute")
         else:
@@ -264,6 +301,13 @@ class _Reader:
                 yield child, (*via, f"{name}, "), where, inner
         elif isinstance(node, ast.Call):
             yield from self._call(node, via, where, kind)
+        elif isinstance(node, ast.IfExp):
+            yield node.test, via, where, None
+            yield node.body, via, where, kind
+            yield node.orelse, via, where, kind
+        elif isinstance(node, ast.JoinedStr) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)):
+            for child in ast.iter_child_nodes(node):
+                yield child, via, where, None
         elif isinstance(node, ast.Compare | ast.Lambda):
             defaults = [*node.args.defaults, *node.args.kw_defaults] if isinstance(node, ast.Lambda) else []
             for default in defaults:
@@ -291,16 +335,20 @@ class _Reader:
         if (node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")) not in self._lasts:
             return False
         names = dotted(node)
-        if not names:
-            return False
         own = bool(self._inside) and self._source.module == self._home
         if own and [*self._inside, *names] == self._qualname.split("."):
             return True
-        found = self._resolved(names)
-        if found == self._target or found is None or "." not in found.partition(":")[2]:
-            return found == self._target
-        with suppress(SymbolAbsent):
-            return self._tree.resolve(found).defined_as == self._defined_as  # by a subclass
+        if names and self._source.is_of_class(self._inside, names[0], node):
+            return False
+        ends = self._ends(names)
+        return self._target in ends or self._inherited(ends)
+
+    def _inherited(self, ends: Collection[str]) -> bool:
+        """Whether one of some symbols is the target by a subclass."""
+        for end in ends:
+            with suppress(SymbolAbsent):
+                if "." in end.partition(":")[2] and self._tree.resolve(end).defined_as == self._defined_as:
+                    return True
         return False
 
     @cached_property
@@ -320,28 +368,39 @@ class _Reader:
         Most files don't, and need no walk through their functions.
         """
         last = as_word(self._qualname.rpartition(".")[2])
-        return re.search(rb"\.%s[^\n=(]*=(?!=)|\bglobal\b[^\n]*%s" % (last, last), self._source.data) is not None
+        ways = rb"\.%s[^\n=(]{0,200}=(?!=)|\b(?:for|as|del|global)\b[^\n]{0,200}%s" % (last, last)
+        return re.search(ways, self._source.data) is not None
 
     @cached_property
     def _defined_as(self) -> str:
         return self._tree.resolve(self._target).defined_as
 
-    def _resolved(self, names: Sequence[str], local: Mapping[str, list[Binding]] | None = None) -> str | None:
-        """Where a dotted name leads, as far as it can be followed; `local` has the names of a function."""
+    def _ends(
+        self,
+        names: Sequence[str],
+        local: Mapping[str, list[Binding]] | None = None,
+        seen: set[ast.stmt] | None = None,
+    ) -> set[str]:
+        """Where a dotted name may lead, as far as it can be followed; `local` has the names of a function."""
         found = (local or {}).get(names[0]) or self._source.top(names[0]) if names else []
-        if not found:
-            return self._tree.definition(self._source.module, ".".join(names))  # by `import *`, perhaps
-        for binding in found:
-            node = binding.node
-            if not isinstance(node, ast.Import | ast.ImportFrom):
-                another = dotted(node.value) if isinstance(node, ast.Assign) and names[1:] else []
-                if another and another[0] != names[0]:  # `E = core.Engine`
-                    return self._resolved([*another, *names[1:]])
-                return f"{self._source.module}:{'.'.join(names)}"
-            module, onward = imported(self._tree, self._source, node, names)
-            if onward and module.partition(".")[0] == self._tree.package:
-                return self._tree.definition(module, ".".join(onward))
-        return None
+        if names and not found:
+            return self._tree.definitions(self._source.module, ".".join(names))  # by `import *`, perhaps
+        ends, seen = set[str](), set() if seen is None else seen
+        for node in (binding.node for binding in found):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                module, onward = imported(self._tree, self._source, node, names)
+                if onward and module.partition(".")[0] == self._tree.package:
+                    ends |= self._tree.definitions(module, ".".join(onward))
+                continue
+            values = [part for value in given(node, names[0]) for part in branches(value)] if names[1:] else []
+            others = [other for other in map(dotted, values) if other]
+            if others and node not in seen:  # `E = core.Engine`
+                seen.add(node)
+                for other in others:
+                    ends |= self._ends([*other, *names[1:]], local, seen)
+            else:
+                ends.add(f"{self._source.module}:{'.'.join(names)}")
+        return ends
 
     @property
     def _inside_owner(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,17 @@ class Class:
     def symbol(self) -> str:
         """`module:Qualified.name`."""
         return f"{self.source.module}:{self.qualname}"
+
+    @property
+    def bindings(self) -> list[Binding]:
+        """What binds its name in the scope that it stands in, in the order of the source."""
+        name = self.node.name
+        return self.source.scope(self.around[-1]).get(name, []) if self.around else self.source.top(name)
+
+    @property
+    def guard(self) -> str:
+        """The conditions that it stands under in that scope."""
+        return next((item.guard for item in self.bindings if item.node is self.node), "")
 
     def bound(self, name: str) -> list[Binding]:
         """What gives the class an attribute of its own, in the order of the source; empty if it ends up without."""
@@ -108,20 +119,45 @@ def _merged(orders: Sequence[Sequence[Class]]) -> Iterator[Class]:
 
 def named(tree: SourceTree, cls: Class, base: ast.expr) -> Iterator[Class]:
     """The classes that one of a class's bases may be, the likeliest first; none if it can't be followed."""
-    yield from _visible(tree, cls.source, cls.around, base_names(base), _position(cls.node), frozenset())
+    names = _Names(tree, branches)
+    for node in branches(base):
+        yield from names.visible(cls.source, cls.around, base_names(node), _position(cls.node))
 
 
 def mentioned(tree: SourceTree, cls: Class, base: ast.expr) -> Iterator[Class]:
     """The classes that one of a class's bases may be made of: `f(Engine)` of Engine; what is in `[…]` doesn't count."""
-    todo: list[ast.AST] = [base]
+    names = _Names(tree, parts)
+    for node in parts(base):
+        yield from names.visible(cls.source, cls.around, base_names(node), _position(cls.node))
+
+
+def branches(value: ast.expr) -> Iterator[ast.expr]:
+    """What an expression may be: `A` and `B` of `A if … else B` and of `A or B`."""
+    todo = [value]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.IfExp):
+            todo += [node.orelse, node.body]
+        elif isinstance(node, ast.BoolOp):
+            todo += reversed(node.values)
+        elif isinstance(node, ast.NamedExpr):
+            todo.append(node.value)
+        else:
+            yield node
+
+
+def parts(value: ast.expr) -> Iterator[ast.expr]:
+    """The dotted names of what an expression may be made of: not what it calls, nor what a table has or `[…]`."""
+    todo: list[ast.AST] = [value]
     while todo:
         node = todo.pop()
         if isinstance(node, ast.Subscript):
             todo.append(node.value)
         elif isinstance(node, ast.expr) and base_names(node):
-            yield from named(tree, cls, node)
-        else:
-            todo += ast.iter_child_nodes(node)
+            yield node
+        elif not isinstance(node, ast.Dict):
+            called = node.func if isinstance(node, ast.Call) and base_names(node.func) else None
+            todo += [child for child in ast.iter_child_nodes(node) if child is not called]
 
 
 def base_names(node: ast.expr) -> list[str]:
@@ -129,72 +165,94 @@ def base_names(node: ast.expr) -> list[str]:
     return dotted(node.value if isinstance(node, ast.Subscript) else node)
 
 
-_Seen = frozenset[tuple[str, ...]]
+_LONGEST = 50
+"""Of how many parts a dotted name is at most; one that grows as it is followed has no end."""
 
 
-def _visible(
-    tree: SourceTree,
-    source: SourceFile,
-    around: tuple[ast.AST, ...],
-    names: Sequence[str],
-    before: tuple[int, int] | None,
-    seen: _Seen,
-) -> Iterator[Class]:
-    """The classes that a dotted name may stand for at a place in a module."""
-    if not names:
-        return
-    inner: tuple[ast.AST, ...] = around
-    while inner:
-        scope, inner_most = inner[-1], inner == around
-        if isinstance(scope, fingerprint.Function) or inner_most:  # a class's names are seen in its own body only
-            found = possible(source.scope(scope).get(names[0], []), before)
-            for item in found:
-                yield from _led(tree, source, inner, item, names, seen)
-            if found:
+class _Names:
+    """Follows dotted names to classes.
+
+    Args:
+        tree: the package's source.
+        parts_of: the expressions that count of one that is assigned to a name.
+    """
+
+    def __init__(self, tree: SourceTree, parts_of: Callable[[ast.expr], Iterator[ast.expr]]) -> None:
+        self._tree = tree
+        self._parts_of = parts_of
+        self._seen: set[tuple[ast.stmt | str, ...]] = set()
+
+    def visible(
+        self, source: SourceFile, around: tuple[ast.AST, ...], names: Sequence[str], before: tuple[int, int] | None
+    ) -> Iterator[Class]:
+        """The classes that a dotted name may stand for at a place in a module."""
+        if not names:
+            return
+        inner: tuple[ast.AST, ...] = around
+        while inner:
+            scope, inner_most = inner[-1], inner == around
+            if isinstance(scope, fingerprint.Function) or inner_most:  # a class's names are seen in its own body only
+                found = possible(source.scope(scope).get(names[0], []), before)
+                for item in found:
+                    yield from self._led(source, inner, item, names)
+                if found:
+                    return
+            if isinstance(scope, fingerprint.Function):
+                before = None  # what is around has run when the function does
+            inner = inner[:-1]
+        for item in possible(bound(self._tree, source, names[0]), before):
+            yield from self._led(source, (), item, names)
+
+    def _led(
+        self, source: SourceFile, around: tuple[ast.AST, ...], binding: Binding, names: Sequence[str]
+    ) -> Iterator[Class]:
+        """The classes to which a binding of a dotted name's first name leads."""
+        node, rest = binding.node, names[1:]
+        if (node, *names) in self._seen or len(names) > _LONGEST:
+            return
+        self._seen.add((node, *names))
+        if isinstance(node, ast.ClassDef):
+            yield from self._attribute(Class(source, node, around), rest)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            module, onward = imported(self._tree, source, node, names)
+            other = self._tree.file(module) if onward else None
+            if other is not None and other.parses:
+                yield from self.visible(other, (), onward, None)
+        else:
+            for value in (part for item in given(node, names[0]) for part in self._parts_of(item)):
+                yield from self.visible(source, around, _and(base_names(value), rest), _position(node))
+
+    def _attribute(self, cls: Class, names: Sequence[str]) -> Iterator[Class]:
+        if not names:
+            yield cls
+            return
+        for owner in lineage(self._tree, cls):
+            if found := possible(owner.bound(names[0])):
+                for item in found:
+                    yield from self._led(owner.source, (*owner.around, owner.node), item, names)
                 return
-        if isinstance(scope, fingerprint.Function):
-            before = None  # what is around has run when the function does
-        inner = inner[:-1]
-    for item in possible(bound(tree, source, names[0]), before):
-        yield from _led(tree, source, (), item, names, seen)
 
 
-def _led(
-    tree: SourceTree,
-    source: SourceFile,
-    around: tuple[ast.AST, ...],
-    binding: Binding,
-    names: Sequence[str],
-    seen: _Seen,
-) -> Iterator[Class]:
-    """The classes to which a binding of a dotted name's first name leads."""
-    node, rest = binding.node, names[1:]
-    if isinstance(node, ast.ClassDef):
-        yield from _attribute(tree, Class(source, node, around), rest, seen)
+def given(node: ast.stmt, name: str) -> list[ast.expr]:
+    """What a statement may give to a name: its value, or the part that stands where the name does; a loop's items."""
+    if isinstance(node, ast.For) and isinstance(node.iter, ast.List | ast.Tuple):
+        pairs = [(node.target, item) for item in node.iter.elts]
     elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-        if all(isinstance(target, ast.Name) for target in getattr(node, "targets", ())):
-            yield from _visible(tree, source, around, _and(base_names(node.value), rest), _position(node), seen)
-    elif isinstance(node, ast.ImportFrom | ast.Import):
-        module, onward = imported(tree, source, node, names)
-        other = tree.file(module) if onward else None
-        key = (module, *onward)
-        if other is not None and key not in seen and other.parses:
-            yield from _visible(tree, other, (), onward, None, seen | {key})
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        pairs = [(target, node.value) for target in targets]
+    else:
+        return []
+    found = []
+    for target, value in pairs:
+        inner = [(target, value)]
+        if isinstance(target, ast.Tuple | ast.List) and isinstance(value, ast.Tuple | ast.List):
+            inner = list(zip(target.elts, value.elts, strict=False))
+        found += [part for one, part in inner if not isinstance(one, ast.Name) or one.id == name]
+    return found
 
 
 def _and(names: Sequence[str], rest: Sequence[str]) -> list[str]:
     return [*names, *rest] if names else []
-
-
-def _attribute(tree: SourceTree, cls: Class, names: Sequence[str], seen: _Seen) -> Iterator[Class]:
-    if not names:
-        yield cls
-        return
-    for owner in lineage(tree, cls):
-        if found := possible(owner.bound(names[0])):
-            for item in found:
-                yield from _led(tree, owner.source, (*owner.around, owner.node), item, names, seen)
-            return
 
 
 def imported(
@@ -221,19 +279,18 @@ def imported(
 
 def bound(tree: SourceTree, source: SourceFile, name: str) -> list[Binding]:
     """The bindings of a name at a module's top level, those `import *` among them that give it."""
-    stars = [item for item in source.top("*") if name != "*" and _gives(tree, source, item, name, frozenset())]
+    stars = [item for item in source.top("*") if name != "*" and _gives(tree, source, item, name, set())]
     if not stars:
         return source.top(name)
     return sorted([*source.top(name), *stars], key=lambda item: _position(item.node))
 
 
-def _gives(tree: SourceTree, source: SourceFile, star: Binding, name: str, seen: frozenset[str]) -> bool:
-    """Whether an `import *` gives a name."""
+def _gives(tree: SourceTree, source: SourceFile, star: Binding, name: str, seen: set[str]) -> bool:
+    """Whether an `import *` gives a name; the modules that were looked at are added to `seen`."""
     if not isinstance(star.node, ast.ImportFrom):
         return False
     other = tree.file(source.absolute(star.node))
     if other is None or other.module in seen or not other.parses or not other.exports(name):
         return False
-    return bool(other.top(name)) or any(
-        _gives(tree, other, item, name, seen | {other.module}) for item in other.top("*")
-    )
+    seen.add(other.module)
+    return bool(other.top(name)) or any(_gives(tree, other, item, name, seen) for item in other.top("*"))

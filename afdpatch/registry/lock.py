@@ -33,8 +33,8 @@ class Keeper:
     Attributes:
         kind: `import` (by name), `default` (of a parameter), `name` (another one), `container`, `wrapper` (partial,
             staticmethod, cache …), `attribute` (set at import), `argument` (of a call that may keep it), `assignment`
-            (to the target, by another module), `override` (a subclass or an object has its own), `subclass` (of a
-            class).
+            (to the target, by another module or past its own name), `override` (a subclass, an object or a holder has
+            its own), `subclass` (of a class).
         where: it in words, as errors say it: what lies between, and the name that leads there.
         module: its module.
         file: its file, from the directory that holds the package.

@@ -13,17 +13,22 @@ from collections.abc import Iterator
 from afdpatch.registry import fingerprint
 from afdpatch.registry.lineage import Class, bases, lineage, mentioned
 from afdpatch.registry.lock import Keeper
+from afdpatch.registry.scope import dotted
 from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent
+from afdpatch.registry.unsound import generates, last_name
 
 _FAR = 2000
 """The longest head of a class that is looked at, in bytes."""
 _PLAIN_HEAD = re.compile(rb"class\s+[^\s(:\[]+\s*(?:\([^()#'\"\[]*\)\s*)?:")
 _TEXTS = re.compile(rb"#[^\n]*|'[^'\n]*'|\"[^\"\n]*\"")
-_GROUP = re.compile(rb"\([^()]*\)|\[[^\[\]]*\]")
+_GROUP = re.compile(rb"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}")
+_OPEN = re.compile(rb"[(\[{][^)\]}]*\Z")
 _OPEN_HEAD = re.compile(rb"class\b[^:(]*\(")
-_GIVEN_ON = re.compile(rb"=\s*(?:[^\W\d][\w.]*\.)?\Z")
-_RENAMED = re.compile(rb"\s+as\s")
-_LINE_ENDS = re.compile(rb"\s*(?:\[[^\]\n]*\])?\s*(?:;|#|\r?\n|\Z)")
+_RENAMED = re.compile(rb"[\s\\]+as\s")
+_WORD = re.compile(rb"[\w\x80-\xff]")
+_GOES_ON = re.compile(rb"[\w\x80-\xff]|\s*[.(]")
+_IN_TABLE = re.compile(rb"\{|['\"][^\n]*\Z")  # or in a text
+_ASSIGNS = re.compile(rb"\s*[^\W\d][\w\x80-\xff., \t]*(?::[^=]*)?=(?!=)")
 
 
 def overrides_of(tree: SourceTree, target: str, kind: str) -> Iterator[Keeper]:
@@ -49,7 +54,10 @@ def overrides_of(tree: SourceTree, target: str, kind: str) -> Iterator[Keeper]:
             yield _keeper("override", f"{item.symbol}.__getattribute__", item, binding.node)
         yield from _hidden(item, last) if hideable else ()
     looked = set(home)
+    private = last.startswith("__") and not last.endswith("__")
     for item in subclasses(tree, home[0]):
+        if private and item.node.name.lstrip("_") != home[0].node.name.lstrip("_"):
+            continue  # Python gives its private names that of their class
         yield from _own(tree, item, home[0], last)
         for part in lineage(tree, item) if hideable else ():
             if part not in looked:
@@ -67,8 +75,7 @@ def _lineage(tree: SourceTree, owner: str) -> tuple[Class, ...]:
 def _is_cached(tree: SourceTree, target: str) -> bool:
     """Whether a property is one that an object's own value hides."""
     node = tree.nodes(target)[1][-1]
-    names = {ast.unparse(item).rpartition(".")[2] for item in getattr(node, "decorator_list", [])}
-    return "cached_property" in names
+    return "cached_property" in [last_name(item) for item in getattr(node, "decorator_list", [])]
 
 
 def _keeper(kind: str, where: str, item: Class, node: ast.stmt | ast.expr) -> Keeper:
@@ -80,10 +87,24 @@ def _own(tree: SourceTree, item: Class, owner: Class, last: str) -> Iterator[Kee
     found = [[one for one in item.bound(name) if one.runs] for name in (last, "__getattribute__")]
     nodes: list[ast.stmt] = [ran[0].node for ran in found if ran]
     reached = any(_reached(tree, base, last, owner) is owner for base in bases(tree, item))
-    if not nodes and reached and _reached(tree, item, last, owner) is not owner:
+    if not nodes and (generates(tree, item, last) or (reached and _reached(tree, item, last, owner) is not owner)):
         nodes = [item.node]
+    methods = [one.node for one in found[0] if isinstance(one.node, fingerprint.Function)]
+    calls = all(_goes_on(tree, item, method) for method in methods)
+    where = f"{item.symbol}.{last}" if calls else f"{item.symbol}.{last}, which doesn't call what it overrides,"
     for node in nodes:
-        yield _keeper("override", f"{item.symbol}.{last}", item, node)
+        yield _keeper("override", where, item, node)
+
+
+def _goes_on(tree: SourceTree, cls: Class, method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a method uses what it overrides, as `super().run` or `Base.run`: then a patch of that has its effect."""
+    above = {item.node.name for item in lineage(tree, cls)} | {name for base in cls.node.bases for name in dotted(base)}
+    for node in ast.walk(method):
+        if isinstance(node, ast.Attribute) and node.attr == method.name:
+            called = dotted(node.value.func) if isinstance(node.value, ast.Call) else []
+            if called == ["super"] or above.intersection(dotted(node.value)[-1:]):
+                return True
+    return False
 
 
 def _reached(tree: SourceTree, item: Class, last: str, owner: Class) -> Class | None:
@@ -103,9 +124,16 @@ def _hidden(item: Class, last: str) -> Iterator[Keeper]:
             for node in ast.walk(method):
                 if not (isinstance(node, ast.Attribute) and node.attr == last and isinstance(node.ctx, ast.Store)):
                     continue
-                if isinstance(node.value, ast.Name) and node.value.id == parameters[0].arg:
+                if _is_own(node.value, parameters[0].arg):
                     yield _keeper("override", f"{item.symbol}.{method.name}, for one object,", item, node)
                     break
+
+
+def _is_own(node: ast.expr, parameter: str) -> bool:
+    """Whether a method names its object so, or the object's class, of which the same is said."""
+    if isinstance(node, ast.Call) and dotted(node.func) == ["type"] and len(node.args) == 1:
+        node = node.args[0]
+    return dotted(node) in ([parameter], [parameter, "__class__"])
 
 
 def subclasses(tree: SourceTree, owner: Class) -> Iterator[Class]:
@@ -153,7 +181,21 @@ def leads(data: bytes, name: bytes) -> bool:
 
 
 def _is_assigned(data: bytes, at: int, end: int) -> bool:
-    return _LINE_ENDS.match(data, end) is not None and _GIVEN_ON.search(data[max(0, at - 200) : at]) is not None
+    """Whether a place is in the value of an assignment; what is called there, or of which a part is taken, isn't."""
+    if _GOES_ON.match(data, end) or _WORD.match(data, at - 1) or b"=" not in data[max(0, at - _FAR) : at]:
+        return False
+    text = _plain(data[max(0, at - _FAR) : at])
+    opened = _OPEN.search(text)
+    begin = text.rfind(b"\n", 0, opened.start() if opened else len(text)) + 1
+    return _ASSIGNS.match(text, begin) is not None and not _IN_TABLE.search(text, begin)
+
+
+def _plain(text: bytes) -> bytes:
+    """A text without comments, texts and what is in brackets."""
+    text = _TEXTS.sub(b"", text)
+    while text != (text := _GROUP.sub(b"", text)):
+        pass
+    return text
 
 
 def _in_head(data: bytes, at: int) -> bool:
@@ -161,11 +203,10 @@ def _in_head(data: bytes, at: int) -> bool:
     low, start = max(0, at - _FAR), at
     while (start := data.rfind(b"class", low, start)) >= 0:
         before = data[max(0, start - 200) : start]
+        if _WORD.match(data, start + 5):
+            continue  # `classes`, say
         if (b"\n" in before or start <= 200) and not before.rpartition(b"\n")[2].strip():
             break
     if start < 0 or _PLAIN_HEAD.match(data, start, at):
         return False
-    text = _TEXTS.sub(b"", data[start:at])
-    while text != (text := _GROUP.sub(b"", text)):
-        pass
-    return _OPEN_HEAD.match(text) is not None
+    return _OPEN_HEAD.match(_plain(data[start:at])) is not None

@@ -47,9 +47,7 @@ def resolve(tree: SourceTree, asked: str) -> tuple[Symbol, list[ast.stmt]]:
     # What an import or a star after it may put in its place is a part of it too.
     items = [*others, *found.bindings, *(item for item in later if item.node.lineno > found.last.lineno)]
     nodes = [item.node for item in items]
-    heads = [item.node for item in found.passed]
-    if found.owner is not None:
-        heads += [node for node in (*found.owner.around, found.owner.node) if isinstance(node, ast.ClassDef)]
+    heads = [*found.passed, *(_enclosing(found.owner) if found.owner is not None else ())]
     kind, decorators = kind_of(found.last)
     result = Symbol(
         name=asked,
@@ -59,7 +57,9 @@ def resolve(tree: SourceTree, asked: str) -> tuple[Symbol, list[ast.stmt]]:
         line=found.last.lineno,
         decorators=decorators,
         body=fingerprint.body(nodes),
-        interface=fingerprint.interface(nodes, [item.guard for item in items], heads),
+        interface=fingerprint.interface(
+            nodes, [item.guard for item in items], [item.node for item in heads], [item.guard for item in heads]
+        ),
         files=tuple(sorted(files)),
     )
     return result, [node for node in nodes if node is not found.last] + [found.last]
@@ -116,20 +116,28 @@ def _defines(binding: Binding) -> bool:
     return not isinstance(binding.node, ast.Import | ast.ImportFrom | ast.Delete)
 
 
+def _enclosing(cls: Class) -> list[Class]:
+    """A class and the classes around it, the outermost first."""
+    chain = [*cls.around, cls.node]
+    return [
+        Class(cls.source, node, tuple(chain[:index]))
+        for index, node in enumerate(chain)
+        if isinstance(node, ast.ClassDef)
+    ]
+
+
 def _others(tree: SourceTree, found: Found, name: str) -> tuple[list[Binding], list[Binding]]:
     """What else the names of the classes around a symbol may be, and what may bind the symbol's own name."""
     if found.owner is None:
         return [], found.source.top("*")
     others: list[Binding] = []
-    chain = [*found.owner.around, found.owner.node]
-    for index, node in enumerate(chain):
-        if not isinstance(node, ast.ClassDef):
-            continue
-        scope = (
-            found.source.scope(chain[index - 1]).get(node.name, []) if index else bound(tree, found.source, node.name)
-        )
-        others += [item for item in scope if item.node is not node]
-        others += [item for item in found.source.top("*") if not index and item.node.lineno > node.lineno]
+    for cls in _enclosing(found.owner):
+        scope = cls.bindings if cls.around else bound(tree, found.source, cls.node.name)
+        others += [item for item in scope if item.node is not cls.node]
+        if cls.around:
+            others += found.source.assigned(cls.qualname)
+        else:
+            others += [item for item in found.source.top("*") if item.node.lineno > cls.node.lineno]
     return others, found.source.assigned(f"{found.owner.qualname}.{name}")
 
 
@@ -147,6 +155,29 @@ def definition(tree: SourceTree, module: str, qualname: str, seen: tuple[str, ..
         return here
     there, onward = imported(tree, source, node, names)
     return definition(tree, there, ".".join(onward), (*seen, here)) if onward else here
+
+
+def definitions(tree: SourceTree, module: str, qualname: str) -> set[str]:
+    """Everything that a name of a module may be: as `definition`, by each of the imports that may bind it."""
+    ends, seen, todo = set[str](), set[str](), [(module, qualname)]
+    while todo:
+        module, qualname = todo.pop()
+        here = f"{module}:{qualname}"
+        if here in seen:
+            continue
+        seen.add(here)
+        source, names = tree.file(module), qualname.split(".")
+        if source is None or not source.parses:
+            ends.add(here)
+            continue
+        every = bound(tree, source, names[0])
+        nodes = [item.node for item in possible(every) or every]
+        led = [imported(tree, source, node, names) for node in nodes if isinstance(node, ast.ImportFrom)]
+        onward = [(there, ".".join(rest)) for there, rest in led if rest]
+        todo += onward
+        if len(onward) < len(nodes) or not nodes:
+            ends.add(here)
+    return ends
 
 
 def _imported(tree: SourceTree, source: SourceFile, names: Sequence[str], found: Sequence[Binding]) -> SymbolAbsent:

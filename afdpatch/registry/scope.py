@@ -122,6 +122,8 @@ def dotted(node: ast.expr) -> list[str]:
 
 
 def _is_checking(test: ast.expr) -> bool:
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return any(map(_is_checking, test.values))
     return dotted(test)[-1:] == ["TYPE_CHECKING"]
 
 

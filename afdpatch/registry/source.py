@@ -13,8 +13,8 @@ from pathlib import Path
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.files import DirectoryFiles, Files, SourceError
-from afdpatch.registry.lineage import Class, base_names, lineage
-from afdpatch.registry.scope import Binding, attribute_bindings, bindings
+from afdpatch.registry.lineage import Class, base_names, branches, lineage, parts, possible
+from afdpatch.registry.scope import Binding, at_import, attribute_bindings, bindings
 
 
 class SymbolAbsent(LookupError):
@@ -148,35 +148,57 @@ class SourceFile:
         """Every class statement of the module, those in classes and functions too."""
         return tuple(Class(self, node, around) for node, around in self._statements if isinstance(node, ast.ClassDef))
 
+    def is_of_class(self, classes: Sequence[str], name: str, node: ast.expr) -> bool:
+        """Whether a name in a class's body, not in its methods', is the class's own, and not by an import.
+
+        Args:
+            classes: the names of the classes around it.
+            name: the name.
+            node: where it stands.
+        """
+        around = next((cls for cls in self.classes if classes and cls.qualname == ".".join(classes)), None)
+        found = possible(self.scope(around.node).get(name, []), (node.lineno, node.col_offset)) if around else []
+        return any(not item.within and not isinstance(item.node, ast.ImportFrom) for item in found)
+
     @cached_property
     def other_names(self) -> dict[str, set[str]]:
-        """By the last part of a name, the other names that imports and assignments give to what has it, anywhere."""
+        """By the last part of a name, the other names that the module gives to what has it or is made of it."""
         table: dict[str, set[str]] = {}
-        for node, _ in self._statements:
+        for node, around in self._statements:
+            if any(isinstance(item, fingerprint.Function) for item in around):
+                continue  # a function's own names lead to no other module
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     table.setdefault(alias.name, set()).update([alias.asname] if alias.asname else [])
-            elif isinstance(node, ast.Assign | ast.AnnAssign):
-                name = base_names(node.value)[-1:] if node.value is not None else []
+            elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                for last in name:
-                    table.setdefault(last, set()).update(item.id for item in targets if isinstance(item, ast.Name))
+                names = {item.id for target in targets for item in ast.walk(target) if isinstance(item, ast.Name)}
+                plain = {id(part) for part in branches(node.value)}
+                for part in parts(node.value):  # what a call makes is a class if its name says so
+                    given = (name for name in names if id(part) in plain or name.lstrip("_")[:1].isupper())
+                    table.setdefault(base_names(part)[-1], set()).update(given)
         return table
 
     @cached_property
-    def _exported(self) -> frozenset[str] | None:
-        """What `__all__` lists, or None if there is none that is written out as a whole."""
+    def _exported(self) -> tuple[frozenset[str], bool]:
+        """What `__all__` may list, as far as it is written out, and whether it lists nothing else for certain."""
         found = self.top("__all__")
-        value = found[0].node.value if len(found) == 1 and isinstance(found[0].node, ast.Assign) else None
-        if not isinstance(value, ast.List | ast.Tuple) or not all(
-            isinstance(item, ast.Constant) for item in value.elts
-        ):
-            return None
-        return frozenset(str(item.value) for item in value.elts if isinstance(item, ast.Constant))
+        added = b"__all__." in self.data  # .append, .extend
+        nodes: list[ast.AST] = [item.node for item in found]
+        nodes += [node for node, _ in at_import(self.tree.body) if isinstance(node, ast.Expr)] if added else []
+        texts = [part for node in nodes for part in ast.walk(node) if isinstance(part, ast.Constant)]
+        names = frozenset(part.value for part in texts if isinstance(part.value, str))
+        written = all(_is_written_out(getattr(item.node, "value", None)) for item in found)
+        return names, written and not added and any(not item.within for item in found)
 
     def exports(self, name: str) -> bool:
-        """Whether `import *` takes a name, if the module has it."""
-        return not name.startswith("_") if self._exported is None else name in self._exported
+        """Whether `import *` may take a name, if the module has it."""
+        names, certain = self._exported
+        return name in names or not (certain or name.startswith("_"))
+
+
+def _is_written_out(value: ast.expr | None) -> bool:
+    return isinstance(value, ast.List | ast.Tuple) and all(isinstance(item, ast.Constant) for item in value.elts)
 
 
 def _statements(
@@ -372,6 +394,12 @@ class SourceTree:
         from afdpatch.registry.resolving import definition
 
         return definition(self, module, qualname)
+
+    def definitions(self, module: str, qualname: str) -> set[str]:
+        """Every place where a name of a module may be defined, should several imports bind it."""
+        from afdpatch.registry.resolving import definitions
+
+        return definitions(self, module, qualname)
 
 
 def module_of(file: str) -> str:

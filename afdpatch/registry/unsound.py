@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 
 from afdpatch.registry.fingerprint import Function
-from afdpatch.registry.scope import alias_of
+from afdpatch.registry.lineage import Class
+from afdpatch.registry.scope import alias_of, at_import, dotted
 from afdpatch.registry.source import SourceFile, SourceTree, Symbol, SymbolAbsent
 
 REASONS: dict[str, str] = {
@@ -25,12 +26,15 @@ MADE = {
     "singledispatchmethod": "functools.singledispatchmethod",
 }
 """Decorators that leave another object than a function, by the last name of where they are defined."""
+GENERATED = {"init": ("__init__",), "repr": ("__repr__",), "eq": ("__eq__", "__hash__")}
+"""What a dataclass has of its own if it isn't written, by the option that says no."""
+_ENUMERATION = "an enumeration"
 FIELDS = {
-    "Enum": "an enumeration",
-    "IntEnum": "an enumeration",
-    "StrEnum": "an enumeration",
-    "Flag": "an enumeration",
-    "IntFlag": "an enumeration",
+    "Enum": _ENUMERATION,
+    "IntEnum": _ENUMERATION,
+    "StrEnum": _ENUMERATION,
+    "Flag": _ENUMERATION,
+    "IntFlag": _ENUMERATION,
     "NamedTuple": "a named tuple",
     "BaseModel": "a pydantic model",
 }
@@ -56,25 +60,55 @@ def why_unpatchable(tree: SourceTree, symbol: Symbol) -> str | None:
     owner, _, name = symbol.defined_as.rpartition(".")
     if symbol.kind != "value" or ":" not in owner:
         return None
-    what = fields_of(tree, owner)
+    what = fields_of(tree, owner, name)
     where = f"{owner.partition(':')[2]}.{name}"
     return what and f"{where} is a field of {what}, whose default was taken when the class was made"
 
 
-def fields_of(tree: SourceTree, owner: str) -> str | None:
-    """What makes fields of a class's values (a dataclass, a model, an enumeration), or None."""
+def fields_of(tree: SourceTree, owner: str, name: str) -> str | None:
+    """What makes a field of a class's value (a dataclass, a model, an enumeration), or None.
+
+    Only an enumeration does so with what has no annotation.
+    """
     try:
         classes = tree.lineage(owner)
     except SymbolAbsent:
         return None
+    statements = [node for item in classes for node, inner in at_import(item.node.body) if not inner]
+    annotated = [node for node in statements if isinstance(node, ast.AnnAssign) and dotted(node.target) == [name]]
     for item in classes:
         for base in item.node.bases:
-            if (name := _origin(tree, item.source, base)) in FIELDS:
-                return FIELDS[name]
-        for decorator in item.node.decorator_list:
-            if _origin(tree, item.source, decorator) == "dataclass" or _makes_dataclasses(tree, item.source, decorator):
-                return "a dataclass"
+            kind = FIELDS.get(_origin(tree, item.source, base))
+            if kind and (annotated or kind == _ENUMERATION):
+                return kind
+        if annotated and _dataclass_decorators(tree, item):
+            return "a dataclass"
     return None
+
+
+def generates(tree: SourceTree, cls: Class, name: str) -> bool:
+    """Whether a class gets a name of its own that no statement gives it: a dataclass's method, or a field's value."""
+    bare = [node for node in cls.node.body if isinstance(node, ast.AnnAssign) and node.value is None]
+    said = [node for node in bare if dotted(node.target) == [name] and last_name(node.annotation) != "ClassVar"]
+    if said and fields_of(tree, cls.symbol, name):
+        return True
+    options = {option for option, methods in GENERATED.items() if name in methods}
+    return any(
+        not any(
+            item.arg in options and getattr(item.value, "value", None) is False
+            for item in getattr(decorator, "keywords", [])
+        )
+        for decorator in (_dataclass_decorators(tree, cls) if options else ())
+    )
+
+
+def _dataclass_decorators(tree: SourceTree, cls: Class) -> list[ast.expr]:
+    """The decorators that make a class a dataclass."""
+    return [
+        item
+        for item in cls.node.decorator_list
+        if _origin(tree, cls.source, item) == "dataclass" or _makes_dataclasses(tree, cls.source, item)
+    ]
 
 
 def _makes_dataclasses(tree: SourceTree, source: SourceFile, decorator: ast.expr) -> bool:

@@ -3,58 +3,67 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from afdpatch.registry.census import held_lines
+from afdpatch.registry.census import STAR, held_lines
+from afdpatch.registry.fingerprint import own_parts
 from afdpatch.registry.manifest import Entry
-from afdpatch.registry.source import SourceTree
+from afdpatch.registry.scope import at_import
+from afdpatch.registry.source import SourceFile, SourceTree
 
 
-def import_names(tree: SourceTree, entry: Entry, place: Any, modules: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The names that modules give a value by `from … import` at their top level.
+def import_names(tree: SourceTree, entry: Entry, place: Any) -> Callable[[str], tuple[str, ...]]:
+    """What tells the names that a module gives a value by `from … import` at its top level.
 
     Args:
         tree: the package's source.
         entry: the value's entry.
         place: where the value stands; what stands in a class isn't imported by name.
-        modules: the modules to look at, beside the entry's holders.
     """
-    found: dict[str, tuple[str, ...]] = {}
-    if isinstance(place, type):
-        return found
     word = entry.qualname.encode()
-    for name in dict.fromkeys([*modules, *entry.holders]):
-        source = tree.file(name)
-        if source is None or name == entry.module:
-            continue
-        if name in entry.holders or word in source.data or b"import *" in source.data:
-            names = tuple(held for held in held_lines(tree, name, entry.target) if "." not in held)
-            if names:
-                found[name] = names
-    return found
+
+    @functools.cache
+    def names(module: str) -> tuple[str, ...]:
+        source = tree.file(module) if module != entry.module and not isinstance(place, type) else None
+        if source is None or not (module in entry.holders or word in source.data or STAR.search(source.data)):
+            return ()
+        return tuple(name for name in held_lines(tree, module, entry.target) if "." not in name)
+
+    return names
 
 
-def captures(tree: SourceTree, modules: Iterable[str], name: str) -> list[str]:
-    """Where modules use a name while they are imported: as a default, in a class body, in another value."""
+def captures(tree: SourceTree, modules: Iterable[str], qualname: str) -> list[str]:
+    """Where modules use a value's name while they are imported: as a default, in a class body, in another value."""
     found = []
+    outer, _, name = qualname.rpartition(".")
     for module in modules:
         source = tree.file(module)
         if source is not None:
-            lines = {item.lineno for item in loads(source.tree) if isinstance(item, ast.Name) and item.id == name}
+            used = [
+                (item, classes) for item, classes in loads(source) if isinstance(item, ast.Name) and item.id == name
+            ]
+            lines = {item.lineno for item, classes in used if outer or not source.is_of_class(classes, name, item)}
             found += [f"{source.file}:{line}" for line in sorted(lines)]
     return found
 
 
-def loads(node: ast.AST) -> Iterator[ast.Name | ast.Attribute]:
-    """The names and attributes that are read when a module is imported: not in functions' bodies, nor annotations."""
-    todo = [node]
-    while todo:
-        item = todo.pop()
-        if isinstance(item, ast.Name | ast.Attribute) and isinstance(item.ctx, ast.Load):
-            yield item
-        for field, value in ast.iter_fields(item):
-            inside = isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and field == "body"
-            if not inside and field not in ("annotation", "returns"):
-                children = value if isinstance(value, list) else [value]
-                todo += [child for child in children if isinstance(child, ast.AST)]
+def loads(source: SourceFile) -> Iterator[tuple[ast.Name | ast.Attribute, tuple[str, ...]]]:
+    """The names and attributes that are read when a module is imported, each with the names of the classes around it.
+
+    What stands in functions' bodies isn't, nor annotations, nor what is for type checkers only.
+    """
+    for statement, classes in at_import(source.tree.body):
+        said = [getattr(statement, field, None) for field in ("annotation", "returns")]
+        todo = [part for part in own_parts(statement) if part not in said]
+        while todo:
+            item = todo.pop()
+            if isinstance(item, ast.Name | ast.Attribute) and isinstance(item.ctx, ast.Load):
+                yield item, classes
+            skipped = "body" if isinstance(item, ast.Lambda) else "annotation"
+            for field, value in ast.iter_fields(item):
+                if field != skipped:
+                    todo += [
+                        child for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)
+                    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -25,9 +26,19 @@ HOLDS = {
     "through_star": "from .starred import free",
     "star_of_star": "from PKG.starred import *",
     "renamed_again": "from .renamed import other as third",
+    "of_either": "from .guarded import free",
+    "one_of_two": "try:\n    from .other import free\nexcept ImportError:\n    from .core import free",
+    "of_one_of_two": "from .one_of_two import free",
+    "of_one_under_if": "from .under_if import free as f",
+    "under_if": "if X:\n    from .core import free\nelse:\n    def free(): ...",
+    "star_of_either": "from .guarded import *",
+    "star_without_spaces": "from.core import*",
+    "star_with_spaces": "from .core  import   *",
+    "star_in_two_lines": "from .core \\\n    import \\\n    *",
     "many": "from .core import (\n    helper,\n    free,  # a comment\n)",
 }
 HOLDS_NOT = {
+    "checked_and": "import sys, typing\nif typing.TYPE_CHECKING and sys:\n    from .core import free",
     "checked": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .core import free",
     "late": "def f():\n    from .core import free\n    return free()",
     "method": "class A:\n    def f(self):\n        from .core import free",
@@ -68,6 +79,45 @@ def test_a_star_gives_no_private_names_and_methods_have_no_holders(world: World,
     fresh = SourceTree.at(world.package, world.site)
     assert set(holders_of(fresh, f"{world.package}.core:_free")) == {f"{world.package}.plain"}
     assert holders_of(fresh, f"{world.package}.core:Engine.run") == ()
+
+
+ALL = {
+    "a list": ("__all__ = ['_free']", True),
+    "annotated": ("__all__: list[str] = ['_free']", True),
+    "added": ("__all__ = ['helper']\n__all__ += ['_free']", True),
+    "extended": ("__all__ = ['helper']\n__all__.extend(['_free'])", True),
+    "appended": ("__all__ = ['helper']\nif LIMIT:\n    __all__.append('_free')", True),
+    "a sum": ("__all__ = ['_free'] + helper()", True),
+    "a list with another in it": ("__all__ = ['_free', *helper()]", True),
+    "another list": ("__all__ = ['helper']", False),
+    "another list, annotated": ("__all__: list[str] = ['helper']", False),
+    "a condition": ("if LIMIT:\n    __all__ = ['helper']", False),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_all_lists_is_what_a_star_gives(world: World, name: str) -> None:
+    text, private = ALL[name]
+    world.core("def free", f"{text}\n\n\ndef free")
+    world.core("class Engine", "def _free(): ...\n\n\nclass Engine")
+    world.write(f"{world.package}/user.py", "from .core import *")
+    found = SourceTree.at(world.package, world.site)
+    user = (f"{world.package}.user",)
+    assert holders_of(found, f"{world.package}.core:_free") == (user if private else ())
+    public = any(word in text for word in ("if", "extend", "sum", "helper()"))
+    assert holders_of(found, f"{world.package}.core:free") == (user if public else ())
+
+
+def test_a_ladder_of_stars_is_climbed_once(world: World) -> None:
+    for step in range(30):
+        text = f"from .a{step + 1} import *\nfrom .b{step + 1} import *\n"
+        world.write(f"{world.package}/a{step}.py", text)
+        world.write(f"{world.package}/b{step}.py", text)
+    start = time.process_time()
+    assert holders_of(SourceTree.at(world.package, world.site), f"{world.package}.a0:free") == ()
+    world.write(f"{world.package}/a30.py", "def free(): ...\n")
+    assert len(holders_of(SourceTree.at(world.package, world.site), f"{world.package}.a30:free")) == 60
+    assert time.process_time() - start < 5
 
 
 def test_only_files_that_have_the_name_are_parsed(world: World) -> None:

@@ -230,3 +230,12 @@ def test_text_and_markdown_show_all_three(pinned: World, capsys: pytest.CaptureF
         ):
             assert part in out, (option, part)
         assert "touches what our replacement relies on" in out and "\x1b" not in out
+
+
+def test_a_default_that_is_deep_is_compared(world: World) -> None:
+    world.declare(world.entry())
+    assert world.pin() == 0
+    base = world.site.parent / "base"
+    shutil.copytree(world.site / world.package, base / world.package)
+    world.core("scale=2", f"scale={' + '.join(['2'] * 900)}")
+    assert command(diff_command, "diff", "--manifest", str(world.manifest), "core.free", "--base", str(base)) == 4

@@ -37,6 +37,12 @@ KEEPS = {
     "cache": ("import functools\nP = functools.lru_cache(free)", ("wrapper", "functools cache, core.P")),
     "wraps": ("import functools\n@functools.wraps(free)\ndef use(): ...", ("wrapper", "an attribute of core.use")),
     "class attribute": ("class C:\n    f = staticmethod(free)", ("wrapper", "staticmethod, core.C.f")),
+    "in a class that may have its own": (
+        "class C:\n    if LIMIT > 5:\n        free = 1\n    x = free",
+        ("name", "core.C.x"),
+    ),
+    "in a class before its own": ("class C:\n    x = free\n    free = 1", ("name", "core.C.x")),
+    "one of a condition": ("x = free if LIMIT else 1", ("name", "core.x")),
     "under if": ("if LIMIT:\n    other = free\nelse:\n    pass", ("name", "core.other")),
     "under try": ("try:\n    other = free\nexcept ValueError:\n    pass", ("name", "core.other")),
     "under with and for": ("for i in (1,):\n    other = free", ("name", "core.other")),
@@ -50,6 +56,11 @@ KEEPS_NOT = {
     "another's name": "class C:\n    def free(self): ...\nx = C().free",
     "comparison": "x = helper is free",
     "attribute of it": "x = free.__name__",
+    "condition": "x = 1 if free else 2",
+    "negation": "x = not free",
+    "text": "x = f'{free}'",
+    "a class's own name": "class C:\n    free = 1\n    x = free\n    y = [free]",
+    "a class's own method": "class C:\n    def free(self): ...\n    x = property(free)",
     "for checkers": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    other = free",
     "annotation": "def use(f: 'free' = None) -> None: ...",
 }
@@ -106,14 +117,23 @@ USERS = {
     "by full renamed name": "import PKG.core as c\nother = c.free",
     "by another module": "from .again import free\nother = free",
     "by star": "from .core import *\nother = free",
+    "by a module that may have it": "from . import either\nother = either.free",
+    "after another": "free = None\nif __name__:\n    from .core import free\nother = free",
 }
 
 
 @pytest.mark.parametrize("name", USERS)
 def test_another_module_is_in_the_way_of_a_role_s_entry_only(world: World, name: str) -> None:
     world.write(f"{world.package}/again.py", "from .core import free\n")
+    world.write(
+        f"{world.package}/either.py", "try:\n    from .core import free\nexcept ImportError:\n    free = None\n"
+    )
     world.write(f"{world.package}/user.py", USERS[name])
-    holders = ["PKG.again", *(["PKG.user"] if "free as" in USERS[name] or "import free" in USERS[name] else [])]
+    holders = [
+        "PKG.again",
+        "PKG.either",
+        *(["PKG.user"] if "free as" in USERS[name] or "import free" in USERS[name] else []),
+    ]
     holders += ["PKG.user"] if "*" in USERS[name] else []
     world.declare(world.entry(holders=[] if name == "by another module" else holders))
     assert world.pin() == 0
@@ -153,7 +173,8 @@ def test_an_override_or_an_argument_that_was_pinned_is_known_and_a_new_one_is_dr
     assert (world.pin(), world.verify()) == (0, 0)
     tree = SourceTree.at(world.package, world.site)
     found = keepers_of(tree, f"{world.package}.core:Engine.run", "function")
-    assert [(keeper.kind, keeper.where) for keeper in found] == [("override", f"{world.package}.sub.Deep.run")]
+    where = f"{world.package}.sub.Deep.run, which doesn't call what it overrides,"
+    assert [(keeper.kind, keeper.where) for keeper in found] == [("override", where)]
     world.write(f"{world.package}/sub.py", "# moved\n\n\n" + sub)
     assert world.verify() == 0
     world.write(f"{world.package}/more.py", "from .sub import Sub\nclass More(Sub):\n    run = None\n")
@@ -217,3 +238,22 @@ def test_what_cannot_be_patched_is_refused_by_its_source(
     assert world.verify() == 2
     out = capsys.readouterr().out
     assert "unpatchable" in out and words in " ".join(out.split())
+
+
+# What stands in a class of PKG.zoo that has fields, and is none of them.
+NO_FIELDS = {
+    "dataclass": "from dataclasses import dataclass\n@dataclass\nclass C:\n    x: int = 1\n    f = 1",
+    "subclass of a dataclass": "from dataclasses import dataclass\n@dataclass\nclass B: ...\nclass C(B):\n    f = 1",
+    "class in a dataclass": "import dataclasses as d\n@d.dataclass\nclass C:\n    class D:\n        f: int\n    f = 1",
+    "named tuple": "from typing import NamedTuple\nclass C(NamedTuple):\n    x: int = 1\n    f = 1",
+}
+
+
+@pytest.mark.parametrize("name", NO_FIELDS)
+def test_a_value_without_an_annotation_is_no_field(world: World, name: str) -> None:
+    world.write(f"{world.package}/zoo.py", NO_FIELDS[name])
+    world.write(f"{world.ours}/patches.py", "number = 2\n")
+    patches = world.patchset(world.entry("PKG.zoo:C.f", kind="replace", replacement="OURS.patches:number"))
+    assert world.verify() == 0
+    with patches.applied(role="red", process="worker"):
+        assert world.load("PKG.zoo").C.f == 2

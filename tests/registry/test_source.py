@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from afdpatch.registry import TargetDrifted
+from afdpatch.registry.overrides import subclasses
 from afdpatch.registry.source import SourceTree, SymbolAbsent, SymbolMoved
 from tests.registry.conftest import World
 
@@ -228,6 +229,23 @@ INHERITED: dict[str, dict[str, str]] = {
         "again": "from .a import Base\nfrom .b import Base",
         "sub": "from .again import Base\nclass Sub(Base): ...",
     },
+    "by a condition": {
+        "sub": """
+            class A:
+                def run(self): ...
+            class B:
+                def run(self): ...
+            X, Base = 1, A if A else B
+            class Sub(Base): ...
+        """
+    },
+    "by what there is": {
+        "sub": """
+            class B:
+                def run(self): ...
+            class Sub(B or object): ...
+        """
+    },
     "a stub for checkers": {
         "sub": """
             from typing import TYPE_CHECKING
@@ -261,6 +279,60 @@ INHERITED: dict[str, dict[str, str]] = {
         """
     },
 }
+
+
+UNDER = {
+    "a class under a condition": (
+        "C.f",
+        "class C:\n    def f(x): ...\n",
+        "if A:\n    class C:\n        def f(x): ...\n",
+    ),
+    "a class under another condition": (
+        "C.f",
+        "if A:\n    class C:\n        def f(x): ...\n",
+        "if not A:\n    class C:\n        def f(x): ...\n",
+    ),
+    "a base under a condition": (
+        "C.f",
+        "class B:\n    def f(x): ...\nclass C(B): ...\n",
+        "if A:\n    class B:\n        def f(x): ...\nclass C(B): ...\n",
+    ),
+    "a class on the way under a condition": (
+        "C.f",
+        "class B:\n    def f(x): ...\nclass M(B): ...\nclass C(M): ...\n",
+        "class B:\n    def f(x): ...\nif A:\n    class M(B): ...\nclass C(M): ...\n",
+    ),
+    "a class in a class that is assigned to": (
+        "C.D.f",
+        "class C:\n    class D:\n        def f(x): ...\n",
+        "class C:\n    class D:\n        def f(x): ...\nC.D = other(C.D)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNDER)
+def test_what_happens_to_the_classes_around_a_symbol_is_drift(world: World, name: str) -> None:
+    target, old, new = UNDER[name]
+    world.write(f"{world.package}/t.py", old)
+    world.declare(world.entry(f"PKG.t:{target}", id="a", kind="official"))
+    assert (world.pin(), world.verify()) == (0, 0)
+    world.write(f"{world.package}/t.py", new)
+    assert world.verify() == 4
+
+
+def test_names_that_stand_for_each_other_in_two_modules_have_an_end(world: World) -> None:
+    tree = tree_of(world, a="from . import b\nC = b.D.x\nclass S(b.D): ...", b="from . import a\nD = a.C.y")
+    with pytest.raises(SymbolAbsent):
+        tree.resolve(f"{world.package}.a:S.run")
+
+
+def test_a_ladder_of_names_is_climbed_once(world: World) -> None:
+    text = "class A0: ...\n" + "".join(f"A{i + 1} = f(A{i}, A{i})\n" for i in range(40)) + "class S(A40): ...\n"
+    tree = tree_of(world, a=text)
+    start = time.process_time()
+    (owner, _) = tree.file(f"{world.package}.a").classes  # type: ignore[union-attr]
+    assert [item.qualname for item in subclasses(tree, owner)] == ["S"]
+    assert time.process_time() - start < 3
 
 
 @pytest.mark.parametrize("name", INHERITED)
