@@ -235,6 +235,8 @@ __global__ void __launch_bounds__(kMaxThreads) quantised_packed_hop(const Launch
     if (!broken) carry_header<true, kReceive>(a, peer, n, workers);
     return;
   }
+  // Not all warps send: none may push before all have read the number, which the reply's header moves on.
+  if (kReceive) asm volatile("bar.sync 1, %0;" ::"r"(workers) : "memory");
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t end = broken ? 0 : min(r.units, (blockIdx.x + 1) * r.per_block);
   for (uint32_t u = blockIdx.x * r.per_block + threadIdx.x / 32; u < end; u += workers / 32) {

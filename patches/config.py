@@ -172,16 +172,11 @@ def _settle_graphs(args: "EngineArgs", afd: AfdConfig) -> None:
 def _cut_at_hops(compilation: "CompilationConfig") -> None:
     """Piecewise graphs end before a hop and go on behind it, as at attention.
 
-    What is asked for as whole graphs (FULL), vLLM makes piecewise for batches that its attention has no graph for.
+    Only a model that is configured for them has pieces to capture: where vLLM finds later that its attention has no
+    graphs of whole batches, it calls the mode piecewise and runs without.
     """
-    from vllm.config import CUDAGraphMode
-
     cuts = compilation.splitting_ops
-    if (
-        cuts
-        and HOP_OP not in cuts
-        and compilation.cudagraph_mode not in (CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY)
-    ):
+    if compilation.cudagraph_mode.has_piecewise_cudagraphs() and cuts and HOP_OP not in cuts:
         cuts.append(HOP_OP)
 
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from afdpatch.patches.models import Tables
+from afdpatch.patches.models import Tables, tables
 from afdpatch.runtime.config import AfdConfig, ConfigError
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ def _offload(vllm: "VllmConfig") -> str | None:
 
 
 def _pieces(vllm: "VllmConfig") -> str | None:
-    """What would cut the model into pieces for CUDA graphs, other than vLLM's compilation at the splitting ops."""
+    """What cuts the model into pieces for CUDA graphs, if it isn't vLLM's compilation at the splitting ops."""
     from vllm import envs
 
     compilation = vllm.compilation_config
-    if not compilation.cudagraph_mode:
+    if not compilation.cudagraph_mode.has_piecewise_cudagraphs():
         return None
     if envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
         return "VLLM_USE_BREAKABLE_CUDAGRAPH"
@@ -131,6 +131,16 @@ def refuse(table: Tables, feature: str, found: object) -> ConfigError:
     """The error for a refused feature."""
     row = table.refused[feature]
     return ConfigError(row.what, str(found), f"not supported by AFD yet, because {row.why} (see `afdpatch models`)")
+
+
+def check_pieces(vllm_config: "VllmConfig") -> None:
+    """Refuse pieces for CUDA graphs that aren't cut at hops, once vLLM knows which graphs its attention can have.
+
+    Raises:
+        ConfigError: as `check_features`.
+    """
+    if found := _pieces(vllm_config):
+        raise refuse(tables(), "piecewise-graphs", found)
 
 
 def check_arguments(table: Tables, args: "EngineArgs") -> None:

@@ -9,6 +9,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.workspace import lock_workspace, unlock_workspace
 
+from afdpatch.patches.features import check_pieces
 from afdpatch.patches.scheduler import LostStep
 from afdpatch.patches.worker import AttentionRole, FFNRole
 from afdpatch.runtime.connectors.base import ConnectorError, FfnConnector
@@ -42,6 +43,7 @@ class AttentionWorker(AttentionRole, Worker):
 
     def compile_or_warm_up_model(self) -> Any:
         """vLLM's warm-up and capture, and the check of their hops."""
+        check_pieces(self.vllm_config)  # vLLM may have changed its mind about graphs since its configuration
         times = super().compile_or_warm_up_model()
         torch.cuda.synchronize()
         self.link.route.check(self.link.route.under_way)

@@ -6,13 +6,13 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from afdpatch.runtime.connectors.base import FfnConnector, IncomingHop
+from afdpatch.runtime.connectors.base import FfnConnector, IncomingHop, batches
 from afdpatch.runtime.events import Event, emit
 from afdpatch.runtime.owner import Owner
 from afdpatch.runtime.protocol import Greeting
@@ -21,9 +21,6 @@ from afdpatch.runtime.status import StatusPage
 
 _IDLE_S = 0.25
 _IDLE_NS = int(_IDLE_S * 1e9)
-MERGED_ROWS = 512
-"""Hops are computed together up to so many rows: beyond them the time grows with the rows, and the first ones would
-wait for the others without a gain."""
 log = logging.getLogger(__name__)
 
 Compute = Callable[[int, Tensor], Tensor]
@@ -160,7 +157,7 @@ class FfnLoop:
             for hop in hops:
                 self._answer_one(hop, started_ns)
             return
-        for together in _batches(hops):
+        for together in batches(hops):
             if len(together) == 1 or not self._answer_together(together, started_ns):
                 # One hop that can't be computed must not fail the others.
                 for hop in together:
@@ -239,16 +236,3 @@ class FfnLoop:
             self._drained = True
             page.count(Event.DRAINED)
             emit(log, Event.DRAINED, role="ffn", rank=rank)
-
-
-def _batches(hops: Sequence[IncomingHop]) -> Iterator[Sequence[IncomingHop]]:
-    """The hops in their order, cut where a batch would have more than ``MERGED_ROWS`` rows."""
-    batch: list[IncomingHop] = []
-    rows = 0
-    for hop in hops:
-        if batch and rows + hop.header.rows > MERGED_ROWS:
-            yield batch
-            batch, rows = [], 0
-        batch.append(hop)
-        rows += hop.header.rows
-    yield batch

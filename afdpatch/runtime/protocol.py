@@ -14,7 +14,7 @@ import os
 import reprlib
 import secrets
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import NamedTuple
 
@@ -295,6 +295,13 @@ def compare(ours: Greeting, theirs: Greeting) -> list[Mismatch]:
         if getattr(attention, name) > getattr(ffn, name):
             found.append(Mismatch(name, _value(getattr(ours, name)), _value(getattr(theirs, name))))
     return found
+
+
+def advice(found: Sequence[Mismatch]) -> str:
+    """What to do about mismatches."""
+    rows = any(mismatch.field == "max_rows" for mismatch in found)
+    more = "; give the FFN server at least the attention server's --max-num-batched-tokens" if rows else ""
+    return f"start both alike, with one afdpatch{more}"
 
 
 def _value(value: object) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from afdpatch.patches import graphs
 from afdpatch.patches.settings import CAPTURES, HOP_OP
+from afdpatch.runtime.config import ConfigError
 from afdpatch.runtime.connectors.base import ConnectorError
 
 pytestmark = pytest.mark.e2e
@@ -134,7 +135,7 @@ def test_no_piece_is_captured_with_a_hop_within(piece: tuple[Any, Any], route: R
 
 @pytest.mark.parametrize(
     ("mode", "cut"),
-    [("NONE", False), ("FULL_DECODE_ONLY", False), ("FULL", True), ("PIECEWISE", True), ("FULL_AND_PIECEWISE", True)],
+    [("NONE", False), ("FULL_DECODE_ONLY", False), ("FULL", False), ("PIECEWISE", True), ("FULL_AND_PIECEWISE", True)],
 )
 def test_the_model_is_cut_at_hops_where_graphs_may_be_piecewise(mode: str, cut: bool) -> None:
     import torch
@@ -153,6 +154,33 @@ def test_the_model_is_cut_at_hops_where_graphs_may_be_piecewise(mode: str, cut: 
     whole = CompilationConfig(cudagraph_mode=CUDAGraphMode[mode], splitting_ops=[])
     _cut_at_hops(whole)
     assert whole.splitting_ops == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "partition", "breakable", "found"),
+    [
+        ("FULL_AND_PIECEWISE", False, "0", None),
+        ("FULL_AND_PIECEWISE", True, "0", "use_inductor_graph_partition"),
+        ("PIECEWISE", False, "1", "VLLM_USE_BREAKABLE_CUDAGRAPH"),
+        ("FULL_DECODE_ONLY", True, "1", None),
+        ("NONE", True, "1", None),
+    ],
+)
+def test_pieces_that_are_not_cut_at_hops_are_refused(
+    monkeypatch: pytest.MonkeyPatch, mode: str, partition: bool, breakable: str, found: str | None
+) -> None:
+    from vllm.config import CompilationConfig, CUDAGraphMode
+
+    from afdpatch.patches.features import check_pieces
+
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", breakable)
+    compilation = CompilationConfig(cudagraph_mode=CUDAGraphMode[mode], use_inductor_graph_partition=partition)
+    config: Any = types.SimpleNamespace(compilation_config=compilation)
+    if found is None:
+        check_pieces(config)
+    else:
+        with pytest.raises(ConfigError, match=f"piecewise CUDA graphs.*{found}"):
+            check_pieces(config)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from afdpatch.runtime.connectors.base import (
     PeerLost,
     Unreachable,
 )
+from afdpatch.runtime.protocol import PROTOCOL_VERSION
 from afdpatch.runtime.secret import Handshake
 from afdpatch.runtime.status import State
 
@@ -140,12 +141,14 @@ def test_a_mismatch_later_is_refused_and_the_others_are_served(address, ffn, pag
 @pytest.mark.parametrize("secret", [None, b"sixteen letters!"], ids=["no secret", "secret"])
 def test_a_stranger_of_another_version_ends_a_server_without_a_secret_only(address, page, secret):
     hello = Handshake("attention", secret).hello()
-    other = framed(address, hello.replace(b'"protocol":2', b'"protocol":3'))
+    other = framed(address, hello.replace(b'"protocol":%d' % PROTOCOL_VERSION, b'"protocol":99'))
     with ffn_process(address, page, options={"secret": secret}) as process:
         assert b"refused" in stranger(address, other).recv(65536)
         if secret is None:
             process.join(10)
-            assert process.exitcode == 1 and "protocol: ours 2, theirs 3" in page.snapshot().last_error
+            assert (
+                process.exitcode == 1 and f"protocol: ours {PROTOCOL_VERSION}, theirs 99" in page.snapshot().last_error
+            )
         else:
             with connected(address, secret=secret) as attention:
                 assert attention.hop(torch.ones(1, HIDDEN), 0)[0, 0] == 2

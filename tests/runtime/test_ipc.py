@@ -247,14 +247,18 @@ def test_both_sides_make_the_slots_that_the_attention_sides_greeting_asks_for(
     assert [side.geometry.wire for side in StandInBuffers.sides] == [wire, wire]
 
 
-@pytest.mark.parametrize(("rows", "computed"), [((3, 5), [8]), ((9, 9), [9, 9])], ids=["together", "too many"])
+@pytest.mark.parametrize(
+    ("merge", "rows", "computed"),
+    [(True, (3, 5), [8]), (True, (9, 9), [9, 9]), (False, (3, 5), [3, 5])],
+    ids=["together", "too many", "not wanted"],
+)
 def test_steps_that_were_announced_meanwhile_are_computed_together_as_far_as_there_is_room(
-    pair: Pair, rows: tuple[int, int], computed: list[int]
+    pair: Pair, merge: bool, rows: tuple[int, int], computed: list[int]
 ) -> None:
     pair.close()
     pair.computed.clear()
     StandInBuffers.sides.clear()
-    pair.config = replace(pair.config, num_attention_ranks=3)
+    pair.config = replace(pair.config, num_attention_ranks=3, merge=merge)
     entered, go_on = threading.Event(), threading.Event()
 
     def compute(layer: int, hidden: Tensor) -> Tensor:
@@ -263,7 +267,7 @@ def test_steps_that_were_announced_meanwhile_are_computed_together_as_far_as_the
         return Pair.compute(pair, layer, hidden)
 
     connector = gpu_ffn_connector(pair.config, 0, compute, pair.frozen.append, pair.ffn_page)
-    pair.loop = FfnLoop(connector, compute, pair.ffn_page, greeting("ffn", num_attention_ranks=3))
+    pair.loop = FfnLoop(connector, compute, pair.ffn_page, greeting("ffn", num_attention_ranks=3), merge=merge)
     pair.loop.start()
     pair.loop.serve()
     found: dict[int, float] = {}
@@ -291,10 +295,37 @@ def test_steps_that_were_announced_meanwhile_are_computed_together_as_far_as_the
     for thread in threads:
         thread.join(60)
     assert found == {0: 24.0, 1: 48.0, 2: 72.0}
-    assert pair.computed == [2] * len(LAYERS) + computed * len(LAYERS)
+    # Steps that aren't computed together don't wait for each other either: one is whole before the next begins.
+    apart = [count for count in computed for _ in LAYERS]
+    assert pair.computed == [2] * len(LAYERS) + apart
     until(lambda: pair.ffn_page.snapshot().hops == 3 * len(LAYERS), "all hops counted")
     for route in routes:
         route.close()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "out", "found"),
+    [
+        (torch.ones(0, HIDDEN), None, r"hidden states: found \[0, 8\]"),
+        (torch.ones(17, HIDDEN), None, r"hidden states: found \[17, 8\].*expected \[1..16, 8\]"),
+        (torch.ones(2, HIDDEN).double(), None, "torch.float64"),
+        (torch.ones(2, HIDDEN), torch.ones(3, HIDDEN), r"out: found \[3, 8\]"),
+        (torch.ones(2, HIDDEN), torch.ones(2, HIDDEN, device="meta"), "on meta"),
+        (torch.ones(2, HIDDEN), torch.ones(HIDDEN, 2).t(), r"out: found strides \(1, 2\), expected contiguous"),
+    ],
+)
+def test_what_cannot_be_launched_is_not_announced(pair: Pair, hidden: Tensor, out: Tensor | None, found: str) -> None:
+    with pytest.raises(InvalidHop, match=found):
+        pair.route.hop(hidden, LAYERS[0], out=out)
+    assert pair.step(2) == 24.0
+    assert pair.ffn_page.snapshot().steps <= 1
+
+
+def test_rows_that_cannot_travel_in_8_bits_end_the_greeting_with_the_reason(pair: Pair) -> None:
+    pair.route.close()
+    pair.route = StepRoute(replace(pair.config, a2f_dtype="fp8_e4m3"), 0, pair.attention_page)
+    with pytest.raises(ConnectionRefused, match="can't travel between GPUs: hidden: expected a multiple of 16"):
+        pair.route.connect(greeting("attention", a2f_dtype="fp8_e4m3"))
 
 
 def test_a_peer_for_whose_buffers_there_is_no_memory_is_refused_and_the_server_goes_on(

@@ -9,9 +9,15 @@ import time
 import pytest
 import torch
 
-from afdpatch.runtime import ffn_loop
 from afdpatch.runtime.config import AfdConfig
-from afdpatch.runtime.connectors.base import ConnectionRefused, ConnectorError, FfnError, IncomingHop
+from afdpatch.runtime.connectors.base import (
+    MERGED_ROWS,
+    ConnectionRefused,
+    ConnectorError,
+    FfnError,
+    IncomingHop,
+    batches,
+)
 from afdpatch.runtime.connectors.factory import attention_connectors, ffn_connector
 from afdpatch.runtime.events import Event
 from afdpatch.runtime.ffn_loop import FfnLoop
@@ -200,8 +206,8 @@ def test_a_batch_has_no_more_rows_than_are_worth_it():
         return IncomingHop(0, header, torch.empty(rows, HIDDEN))
 
     sizes = [500, 12, 1, 600, 1, 511]
-    cut = [[hop.header.rows for hop in batch] for batch in ffn_loop._batches([hop(rows) for rows in sizes])]
-    assert cut == [[500, 12], [1], [600], [1, 511]] and ffn_loop.MERGED_ROWS == 512
+    cut = [[hop.header.rows for hop in batch] for batch in batches([hop(rows) for rows in sizes])]
+    assert cut == [[500, 12], [1], [600], [1, 511]] and MERGED_ROWS == 512
 
 
 def test_the_page_names_the_peers_and_counts_the_time_without_work(page):

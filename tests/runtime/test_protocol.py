@@ -19,6 +19,7 @@ from afdpatch.runtime.protocol import (
     Mismatch,
     ProtocolError,
     Refusal,
+    advice,
     clip,
     compare,
     decode_answer,
@@ -192,6 +193,13 @@ def test_another_protocol_version_is_named_whatever_else_it_has():
     with pytest.raises(ProtocolError) as caught:
         Greeting.decode(json.dumps({"protocol": PROTOCOL_VERSION + 1, "new": 1}).encode())
     assert caught.value.field == "protocol"
+
+
+def test_of_too_many_rows_the_option_is_named():
+    more = compare(greeting("attention", max_rows=64), greeting("ffn", max_rows=16))
+    assert advice(more).endswith("give the FFN server at least the attention server's --max-num-batched-tokens")
+    other = compare(greeting("attention"), greeting("ffn", dtype="bfloat16"))
+    assert advice(other) == "start both alike, with one afdpatch"
 
 
 def test_servers_that_fit_have_no_mismatch():

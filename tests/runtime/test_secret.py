@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from afdpatch.runtime.config import ConfigError
 from afdpatch.runtime.connectors.base import ConnectionRefused
-from afdpatch.runtime.protocol import Mismatch, ProtocolError, Refusal
+from afdpatch.runtime.protocol import PROTOCOL_VERSION, Mismatch, ProtocolError, Refusal
 from afdpatch.runtime.secret import DIFFER, DRAINS, Handshake, SecretError, read_secret
 
 from .helpers import HIDDEN, connected, ffn_process, greeting, until
@@ -128,8 +128,8 @@ def test_who_has_not_proved_the_secret_puts_no_word_on_the_ffn_servers_page(addr
     sent = [
         {"afd": WORDS},
         {"afd": "hello", "protocol": WORDS},
-        {"afd": "hello", "protocol": 2, "secret": WORDS, "nonce": "0" * 64},
-        {"afd": "hello", "protocol": 2, "secret": True, "nonce": WORDS},
+        {"afd": "hello", "protocol": PROTOCOL_VERSION, "secret": WORDS, "nonce": "0" * 64},
+        {"afd": "hello", "protocol": PROTOCOL_VERSION, "secret": True, "nonce": WORDS},
         {WORDS: WORDS},
         WORDS,
     ]

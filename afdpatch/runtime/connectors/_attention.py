@@ -38,6 +38,7 @@ from afdpatch.runtime.protocol import (
     Mismatch,
     ProtocolError,
     Refusal,
+    advice,
     compare,
     control,
     decode_answer,
@@ -201,8 +202,7 @@ class SocketAttentionConnector(AttentionConnector):
     def _mismatched(self, found: Sequence[Mismatch]) -> NoReturn:
         listed = "; ".join(map(str, found))
         raise GreetingMismatch(
-            f"the FFN server at {self._where} doesn't fit this attention server: {listed}; start both alike, "
-            f"with one afdpatch",
+            f"the FFN server at {self._where} doesn't fit this attention server: {listed}; {advice(found)}",
             found,
         )
 

@@ -21,6 +21,7 @@ from afdpatch.runtime.protocol import (
     Kind,
     ProtocolError,
     Refusal,
+    advice,
     compare,
     control,
     decode_answer,
@@ -362,7 +363,7 @@ class SocketFfnConnector(FfnConnector):
             listed = "; ".join(map(str, refusal.mismatches))
             raise GreetingMismatch(
                 f"{pending.who} doesn't fit the FFN server at {self._where}, which has had no peer yet: {listed}; "
-                f"start both alike, with one afdpatch",
+                f"{advice(refusal.mismatches)}",
                 refusal.mismatches,
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -81,6 +81,25 @@ class IncomingHop(NamedTuple):
     header: Header
     hidden: Tensor
     rank: int = 0
+
+
+MERGED_ROWS = 512
+"""Hops are computed together up to so many rows: beyond them the time grows with the rows, and the first ones would
+wait for the others without a gain."""
+
+
+def batches(hops: Sequence[IncomingHop], most: int = MERGED_ROWS) -> Iterator[list[IncomingHop]]:
+    """Hops in their order, cut where a batch of several would have more than ``most`` rows."""
+    batch: list[IncomingHop] = []
+    rows = 0
+    for hop in hops:
+        if batch and rows + hop.header.rows > most:
+            yield batch
+            batch, rows = [], 0
+        batch.append(hop)
+        rows += hop.header.rows
+    if batch:
+        yield batch
 
 
 class PeerInfo(NamedTuple):

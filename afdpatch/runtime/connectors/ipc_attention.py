@@ -85,11 +85,14 @@ class GpuEnd:
         """The buffers, made at the first call on the current device.
 
         Raises:
-            Unreachable: a connection uses them. LayoutError: rows that can't travel so.
+            Unreachable: a connection uses them. ConnectionRefused: such rows can't travel so.
         """
         if self.buffers is None:
             kind: Any = self._kind or HopBuffers
-            more = {} if self._kind else {"geometry": geometry_of(greeting)}
+            try:
+                more = {} if self._kind else {"geometry": geometry_of(greeting)}
+            except LayoutError as error:
+                raise ConnectionRefused(f"this model's hidden states can't travel between GPUs: {error}") from error
             self.buffers = kind.create(
                 greeting.max_rows,
                 greeting.hidden_size,
@@ -163,6 +166,8 @@ class GpuAttentionConnector(SocketAttentionConnector):
         """
         with self._lock:
             if layer == self._first:
+                if not isinstance(hidden, Replay):
+                    self._check_fit(hidden, out)
                 self._announce(hidden, sequence, step, deadline_s)
             if isinstance(hidden, Replay):
                 return torch.empty(0)  # `replayed` follows
@@ -178,6 +183,22 @@ class GpuAttentionConnector(SocketAttentionConnector):
             if layer == self._last and not torch.cuda.is_current_stream_capturing():
                 self._step_is_launched()
             return result
+
+    def _check_fit(self, hidden: Tensor, out: Tensor | None) -> None:
+        """Before anything is announced, whose other half would wait for rows that can't be launched."""
+        if self._sock is None:
+            return  # said by whoever finds it
+        layout, device = self._layout, torch.device(self._end.buffers.device)
+        found = [("hidden states", hidden), *([("out", out)] if out is not None else [])]
+        for name, tensor in found:
+            right = tensor.dim() == 2 and 1 <= len(tensor) <= layout.max_rows and tensor.shape[1] == layout.hidden
+            if not (right and tensor.dtype is self._dtype and tensor.device == device and len(tensor) == len(hidden)):
+                raise InvalidHop(
+                    f"hop of a step's first layer: {name}: found {list(tensor.shape)} {tensor.dtype} on "
+                    f"{tensor.device}, expected [1..{layout.max_rows}, {layout.hidden}] {self._dtype} on {device}"
+                )
+        if out is not None and not out.is_contiguous():
+            raise InvalidHop(f"hop of a step's first layer: out: found strides {out.stride()}, expected contiguous")
 
     def replayed(self) -> None:
         """The graph whose replay was announced is in the current stream."""

@@ -18,7 +18,7 @@ from afdpatch.kernels.layout import LayoutError
 from afdpatch.runtime.connectors._ffn import SocketFfnConnector
 from afdpatch.runtime.connectors._ipc import Announced, HandlePage, HangUp, geometry_of
 from afdpatch.runtime.connectors._peer import QUIET, Peer, Pending
-from afdpatch.runtime.connectors.base import IncomingHop
+from afdpatch.runtime.connectors.base import MERGED_ROWS, IncomingHop, batches
 from afdpatch.runtime.connectors.shm_ffn import ShmFfnConnector, ShmPending
 from afdpatch.runtime.events import Event
 from afdpatch.runtime.protocol import HEADER_BYTES, Greeting, Header, Kind, ProtocolError, control
@@ -33,12 +33,13 @@ Compute = Callable[[int, Tensor], Tensor]
 class GpuFfnConnector(SocketFfnConnector):
     """Answers steps of attention ranks on GPUs; see ``GpuAttentionConnector`` for the other side.
 
-    A step is announced once, and steps are launched whole, in the order of their announcements. Of eager ones
-    ``receive`` gives the hops layer by layer, each with rows that will be there when the stream gets to them; those of
-    steps that were announced while others were computed come together. A step from a graph is replayed here. All
-    launches go to the current stream of the thread that calls ``receive``.
+    A step is announced once, and steps are launched whole. Of an eager one ``receive`` gives the hops layer by layer,
+    each with rows that will be there when the stream gets to them; with ``merge``, those of eager steps that were
+    announced while others were launched come together as far as they are computed together. Such steps wait for each
+    other. A step from a graph is replayed here, before eager ones that were announced meanwhile. All launches go to the
+    current stream of the thread that calls ``receive``.
 
-    A transport has its own `GpuPeer`, and sets the three attributes.
+    A transport has its own `GpuPeer`, and sets the attributes.
     """
 
     _compute: Compute
@@ -46,6 +47,7 @@ class GpuFfnConnector(SocketFfnConnector):
     _freeze: Callable[[bool], None]
     """Called with True before the first graph is captured and with False when there is none any more: what graphs
     point at must not move meanwhile."""
+    _merge: bool
     _todo: deque[list[IncomingHop]]
     """Hops of eager steps that are under way: those of one layer, then those of the next."""
 
@@ -70,13 +72,11 @@ class GpuFfnConnector(SocketFfnConnector):
         return sum(map(len, self._todo)) + super().waiting
 
     def _plan(self, said: list[IncomingHop]) -> None:
-        """Put the hops of eager steps on the list, layer by layer, together as far as what is frozen has room."""
+        """Put the hops of eager steps on the list, layer by layer."""
         assert self._greeting is not None
-        while said:
-            rows, count = said[0].header.rows, 1
-            while count < len(said) and rows + said[count].header.rows <= self._greeting.max_rows:
-                rows, count = rows + said[count].header.rows, count + 1
-            together, said = said[:count], said[count:]
+        # What is frozen for graphs has room for ``max_rows``.
+        most = min(MERGED_ROWS, self._greeting.max_rows) if self._merge else 0
+        for together in batches(said, most):
             for layer in self._greeting.layers:
                 self._todo.append([s._replace(header=s.header._replace(layer=layer, offset=0)) for s in together])
 
@@ -321,6 +321,7 @@ class IpcFfnConnector(GpuFfnConnector, ShmFfnConnector):
         compute: one layer's FFN, as the loop's; captured into graphs.
         freeze: called with True before the first graph is captured and with False when there is none any more: what
             graphs point at must not move meanwhile.
+        merge: whether eager steps of several peers are computed together.
         hop_timeout_s: deadline of one wait on the GPU.
         secret, page, peer_timeout_s: see ``SocketFfnConnector``.
     """
@@ -331,6 +332,7 @@ class IpcFfnConnector(GpuFfnConnector, ShmFfnConnector):
         compute: Compute,
         *,
         freeze: Callable[[bool], None] | None = None,
+        merge: bool = True,
         hop_timeout_s: float = 60.0,
         secret: bytes | None = None,
         page: StatusPage | None = None,
@@ -339,6 +341,7 @@ class IpcFfnConnector(GpuFfnConnector, ShmFfnConnector):
         super().__init__(address, secret=secret, page=page, peer_timeout_s=peer_timeout_s)
         self._compute = compute
         self._freeze = freeze or (lambda frozen: None)
+        self._merge = merge
         self.hop_timeout_s = hop_timeout_s
         self._todo: deque[list[IncomingHop]] = deque()
 

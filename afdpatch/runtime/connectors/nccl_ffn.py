@@ -48,6 +48,7 @@ class NcclFfnConnector(GpuFfnConnector, TcpFfnConnector):
         compute: Compute,
         *,
         freeze: Callable[[bool], None] | None = None,
+        merge: bool = True,
         hop_timeout_s: float = 60.0,
         secret: bytes | None = None,
         page: StatusPage | None = None,
@@ -56,6 +57,7 @@ class NcclFfnConnector(GpuFfnConnector, TcpFfnConnector):
         super().__init__(host, port, secret=secret, page=page, peer_timeout_s=peer_timeout_s)
         self._compute = compute
         self._freeze = freeze or (lambda frozen: None)
+        self._merge = merge
         self.hop_timeout_s = hop_timeout_s
         self._todo: deque[list[IncomingHop]] = deque()
 
