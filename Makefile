@@ -28,6 +28,7 @@ test-unit: env ## the tests without vLLM servers
 	@$(BIN)/python -m pytest -m "$(SELECT) and not e2e" $(PYTEST_ARGS)
 
 bench: env ## what the registry costs, held against its budgets (a quiet machine), as a table and build/registry.json
+	@mkdir -p build
 	@$(BIN)/python -m pytest tests/bench tests/patches/test_attest.py --benchmark-only --benchmark-enable --benchmark-json=build/registry.json \
 		--benchmark-columns=min,median,iqr,rounds --benchmark-sort=fullname $(PYTEST_ARGS)
 
