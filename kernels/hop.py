@@ -124,7 +124,6 @@ class HopBuffers:
         initiator: bool,
         deadline_s: float = 10.0,
         overlap: bool = True,
-        wire: str = "",
         geometry: Geometry | None = None,
     ) -> HopBuffers:
         """Buffers on `device` for `slots` micro-batches of at most `max_rows` rows of `hidden` numbers of `dtype`.
@@ -134,15 +133,14 @@ class HopBuffers:
             initiator: whether this side sends first.
             deadline_s: how long one wait may take, in seconds; a captured graph keeps it.
             overlap: let a launch begin while its predecessor ends (programmatic dependent launch).
-            wire: "float8_e4m3fn" has the first sender's rows travel in 8 bits; the same on both sides.
-            geometry: instead of the numbers, dtype and wire, with the tuning of one's own; equal on both sides.
+            geometry: instead of the numbers and dtype, with a wire format or tuning of one's own; equal on both sides.
 
         Raises:
             LayoutError: sizes that can't be.
             HopError: no such device, or not enough memory.
             BuildError: the kernels can't be compiled.
         """
-        geometry = geometry or Geometry(max_rows, hidden, dtype, slots, wire=wire)
+        geometry = geometry or Geometry(max_rows, hidden, dtype, slots)
         return cls(geometry, torch.device(device), initiator, deadline_s, overlap)
 
     @property

@@ -49,13 +49,12 @@ def _check_cut(compilation: "CompilationConfig") -> None:
     """A hop within a piece would be captured with it, and no replay would tell the FFN server.
 
     Raises:
-        RuntimeError: the model isn't cut at hops, since vLLM has changed its mind about graphs after its configuration.
+        RuntimeError: the model isn't cut at hops, or is cut by Inductor, which `features` ought to have refused.
     """
     if HOP_OP not in (compilation.splitting_ops or ()) or compilation.use_inductor_graph_partition:
         raise RuntimeError(
             f"piecewise CUDA graphs: expected {HOP_OP} among splitting_ops, found {compilation.splitting_ops}; ask for "
-            f"cudagraph_mode FULL_AND_PIECEWISE, as vLLM has no graphs of whole decodes for this attention backend, or "
-            f"for --enforce-eager"
+            f"cudagraph_mode FULL_DECODE_ONLY, or for --enforce-eager"
         )
 
 

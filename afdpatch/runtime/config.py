@@ -253,8 +253,8 @@ class AfdConfig:
                 "spin_us": self.spin_us,
                 "merge": self.merge,
                 "ffn_tp": self.ffn_tp,
-                **({"secret_file": self.secret_file} if self.secret_file is not None else {}),
                 "a2f_dtype": self.a2f_dtype,
+                **({"secret_file": self.secret_file} if self.secret_file is not None else {}),
                 **({"ffn_addresses": list(self.ffn_addresses)} if self.ffn_addresses else {}),
             },
         }

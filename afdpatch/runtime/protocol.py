@@ -18,6 +18,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import NamedTuple
 
+from afdpatch.runtime.config import A2F_DTYPES
+
 PROTOCOL_VERSION = 3
 MAGIC = b"AFDh"
 HEADER = struct.Struct("<4sHBBQQIHxxIIQQ8x")
@@ -197,7 +199,7 @@ class Greeting:
         _choice("role", self.role, ("attention", "ffn"))
         _choice("dtype", self.dtype, tuple(DTYPE_CODES))
         _choice("state", self.state, _STATES)
-        _choice("a2f_dtype", self.a2f_dtype, ("auto", "fp8_e4m3"))
+        _choice("a2f_dtype", self.a2f_dtype, A2F_DTYPES)
         for name in ("manifest_digest", "vllm_version", "model", "config_digest", "checkpoint", "graph_mode"):
             _text(name, getattr(self, name))
         _integer("hidden_size", self.hidden_size, 1, 1 << 17)

@@ -128,7 +128,7 @@ def test_no_piece_is_captured_with_a_hop_within(piece: tuple[Any, Any], route: R
     for name, value in change.items():
         setattr(wrapper.compilation_config, name, value)
     called: list[Any] = []
-    with pytest.raises(RuntimeError, match=r"expected afdpatch::ffn among splitting_ops, found .*FULL_AND_PIECEWISE"):
+    with pytest.raises(RuntimeError, match=r"expected afdpatch::ffn among splitting_ops, found .*FULL_DECODE_ONLY"):
         graphs.cuda_graph_wrapper_call(called.append)(wrapper)
     assert (called, context.additional_kwargs) == ([], {})
 

@@ -46,6 +46,7 @@ from afdpatch.runtime.protocol import (
 from afdpatch.runtime.secret import Handshake, SecretError
 
 _ERROR = int(Kind.ERROR)
+_CPU = torch.device("cpu")
 _KIND_AT = 6  # of the byte in the header
 _PING = control(Kind.PING)
 _AT_ONCE = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
@@ -266,31 +267,35 @@ class SocketAttentionConnector(AttentionConnector):
     def _check(self, hidden: Tensor, layer: int, micro_batch: int, out: Tensor | None) -> None:
         if self._sock is None:
             raise PeerLost(f"hop of layer {layer}: no connection to the FFN server at {self._where}: {self._why_lost}")
+        self._check_rows(hidden, layer, out, _CPU)
+        if layer not in self._layers:
+            raise InvalidHop(f"hop of layer {layer}: expected a layer of the greeting: {sorted(self._layers)}")
+        if not 0 <= micro_batch < self._layout.micro_batches:
+            raise InvalidHop(
+                f"hop of layer {layer}: found micro-batch {micro_batch}, expected 0..{self._layout.micro_batches - 1}"
+            )
+
+    def _check_rows(self, hidden: Tensor, layer: int, out: Tensor | None, device: torch.device, least: int = 0) -> None:
+        """Hold a hop's rows (at least ``least``) and the place for its result against the greeting; or InvalidHop."""
         layout = self._layout
-        if hidden.dim() != 2 or hidden.shape[1] != layout.hidden or hidden.shape[0] > layout.max_rows:
+        if hidden.dim() != 2 or hidden.shape[1] != layout.hidden or not least <= hidden.shape[0] <= layout.max_rows:
             raise InvalidHop(
                 f"hop of layer {layer}: found shape {list(hidden.shape)}, "
-                f"expected [0..{layout.max_rows}, {layout.hidden}]"
+                f"expected [{least}..{layout.max_rows}, {layout.hidden}]"
             )
-        if hidden.dtype is not self._dtype or hidden.device.type != "cpu":
+        if hidden.dtype is not self._dtype or hidden.device != device:
             raise InvalidHop(
-                f"hop of layer {layer}: found {hidden.dtype} on {hidden.device}, expected {self._dtype} on cpu"
+                f"hop of layer {layer}: found {hidden.dtype} on {hidden.device}, expected {self._dtype} on {device}"
             )
         if out is not None and (
             out.shape != hidden.shape
             or out.dtype is not hidden.dtype
-            or out.device.type != "cpu"
+            or out.device != device
             or not out.is_contiguous()
         ):
             raise InvalidHop(
                 f"hop of layer {layer}: out: found {list(out.shape)} {out.dtype} on {out.device}, strides "
-                f"{out.stride()}; expected {list(hidden.shape)} {hidden.dtype} on cpu, contiguous"
-            )
-        if layer not in self._layers:
-            raise InvalidHop(f"hop of layer {layer}: expected a layer of the greeting: {sorted(self._layers)}")
-        if not 0 <= micro_batch < layout.micro_batches:
-            raise InvalidHop(
-                f"hop of layer {layer}: found micro-batch {micro_batch}, expected 0..{layout.micro_batches - 1}"
+                f"{out.stride()}; expected {list(hidden.shape)} {hidden.dtype} on {device}, contiguous"
             )
 
     def _message(self, deadline_ns: int, spin_ns: int) -> int:

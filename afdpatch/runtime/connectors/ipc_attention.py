@@ -166,8 +166,9 @@ class GpuAttentionConnector(SocketAttentionConnector):
         """
         with self._lock:
             if layer == self._first:
-                if not isinstance(hidden, Replay):
-                    self._check_fit(hidden, out)
+                if not isinstance(hidden, Replay) and self._sock is not None:
+                    # The other half of what is announced would wait for rows that can't be launched.
+                    self._check_rows(hidden, layer, out, torch.device(self._end.buffers.device), 1)
                 self._announce(hidden, sequence, step, deadline_s)
             if isinstance(hidden, Replay):
                 return torch.empty(0)  # `replayed` follows
@@ -183,22 +184,6 @@ class GpuAttentionConnector(SocketAttentionConnector):
             if layer == self._last and not torch.cuda.is_current_stream_capturing():
                 self._step_is_launched()
             return result
-
-    def _check_fit(self, hidden: Tensor, out: Tensor | None) -> None:
-        """Before anything is announced, whose other half would wait for rows that can't be launched."""
-        if self._sock is None:
-            return  # said by whoever finds it
-        layout, device = self._layout, torch.device(self._end.buffers.device)
-        found = [("hidden states", hidden), *([("out", out)] if out is not None else [])]
-        for name, tensor in found:
-            right = tensor.dim() == 2 and 1 <= len(tensor) <= layout.max_rows and tensor.shape[1] == layout.hidden
-            if not (right and tensor.dtype is self._dtype and tensor.device == device and len(tensor) == len(hidden)):
-                raise InvalidHop(
-                    f"hop of a step's first layer: {name}: found {list(tensor.shape)} {tensor.dtype} on "
-                    f"{tensor.device}, expected [1..{layout.max_rows}, {layout.hidden}] {self._dtype} on {device}"
-                )
-        if out is not None and not out.is_contiguous():
-            raise InvalidHop(f"hop of a step's first layer: out: found strides {out.stride()}, expected contiguous")
 
     def replayed(self) -> None:
         """The graph whose replay was announced is in the current stream."""
