@@ -28,6 +28,8 @@ _RENAMED = re.compile(rb"[\s\\]+as\s")
 _WORD = re.compile(rb"[\w\x80-\xff]")
 _GOES_ON = re.compile(rb"[\w\x80-\xff]|\s*[.(]")
 _IN_TABLE = re.compile(rb"\{|['\"][^\n]*\Z")  # or in a text
+_IS_ALIAS = re.compile(rb"(?<![=!<>])=\s*(?:[^\W\d][\w.]*\.)?\Z")
+_ENDS_LINE = re.compile(rb"\s*(?:;|#|\r?\n|\Z)")
 _ASSIGNS = re.compile(rb"\s*[^\W\d][\w\x80-\xff., \t]*(?::[^=]*)?=(?!=)")
 
 
@@ -89,8 +91,10 @@ def _own(tree: SourceTree, item: Class, owner: Class, last: str) -> Iterator[Kee
     reached = any(_reached(tree, base, last, owner) is owner for base in bases(tree, item))
     if not nodes and (generates(tree, item, last) or (reached and _reached(tree, item, last, owner) is not owner)):
         nodes = [item.node]
-    methods = [one.node for one in found[0] if isinstance(one.node, fingerprint.Function)]
-    calls = all(_goes_on(tree, item, method) for method in methods)
+    overridden = any(isinstance(one.node, fingerprint.Function) for one in owner.bound(last))
+    calls = not overridden or all(
+        isinstance(one.node, fingerprint.Function) and _goes_on(tree, item, one.node) for one in found[0]
+    )
     where = f"{item.symbol}.{last}" if calls else f"{item.symbol}.{last}, which doesn't call what it overrides,"
     for node in nodes:
         yield _keeper("override", where, item, node)
@@ -98,7 +102,8 @@ def _own(tree: SourceTree, item: Class, owner: Class, last: str) -> Iterator[Kee
 
 def _goes_on(tree: SourceTree, cls: Class, method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether a method uses what it overrides, as `super().run` or `Base.run`: then a patch of that has its effect."""
-    above = {item.node.name for item in lineage(tree, cls)} | {name for base in cls.node.bases for name in dotted(base)}
+    above = {item.node.name for item in lineage(tree, cls)}
+    above.update(name for base in cls.node.bases for name in dotted(base)[-1:])
     for node in ast.walk(method):
         if isinstance(node, ast.Attribute) and node.attr == method.name:
             called = dotted(node.value.func) if isinstance(node.value, ast.Call) else []
@@ -184,6 +189,8 @@ def _is_assigned(data: bytes, at: int, end: int) -> bool:
     """Whether a place is in the value of an assignment; what is called there, or of which a part is taken, isn't."""
     if _GOES_ON.match(data, end) or _WORD.match(data, at - 1) or b"=" not in data[max(0, at - _FAR) : at]:
         return False
+    if _ENDS_LINE.match(data, end) and _IS_ALIAS.search(data[max(0, at - 200) : at]):
+        return True  # whatever stands above it, such as a docstring that looks like code
     text = _plain(data[max(0, at - _FAR) : at])
     opened = _OPEN.search(text)
     begin = text.rfind(b"\n", 0, opened.start() if opened else len(text)) + 1

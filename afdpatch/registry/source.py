@@ -63,6 +63,15 @@ class Symbol:
     words: tuple[str, ...] = ()
 
 
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def _in_comprehension(cls: ast.ClassDef, node: ast.expr) -> bool:
+    """Whether the class's names aren't seen at a place in its body: in a comprehension, but for its first iterable."""
+    inside = (item for item in ast.walk(cls) if isinstance(item, _COMPREHENSIONS) and node in ast.walk(item))
+    return any(node not in ast.walk(item.generators[0].iter) for item in inside)
+
+
 class SourceFile:
     """One module's source.
 
@@ -158,7 +167,8 @@ class SourceFile:
         """
         around = next((cls for cls in self.classes if classes and cls.qualname == ".".join(classes)), None)
         found = possible(self.scope(around.node).get(name, []), (node.lineno, node.col_offset)) if around else []
-        return any(not item.within and not isinstance(item.node, ast.ImportFrom) for item in found)
+        own = any(not item.within and not isinstance(item.node, ast.ImportFrom) for item in found)
+        return own and around is not None and not _in_comprehension(around.node, node)
 
     @cached_property
     def other_names(self) -> dict[str, set[str]]:

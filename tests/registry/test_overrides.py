@@ -141,6 +141,16 @@ DEEP = ":\n        def run(self, x): ...\n"
 TRY = "try:\n    from {} import Engine\nexcept ImportError:\n    {}\nclass S(Engine)"
 # A new module's text: how a subclass may be written.
 SUBCLASSES = {
+    "an alias below a docstring with a number in it": (
+        '"""Engines.\n\nThose that are quick (#12).\n"""\nfrom .core import Engine\nQuick = Engine\nclass S(Quick)'
+        + BODY
+    ),
+    "an alias below one that isn't English": (
+        '"""Engines.\n\n(the engine\'s own) isn\'t :(\n"""\nfrom . import core\nQuick = core.Engine\nclass S(Quick)'
+        + BODY
+    ),
+    "an alias on the line of a condition": "from . import core\nif core.V == 1: Quick = core.Engine\nclass S(Quick)"
+    + BODY,
     "a call among the bases": f"from .core import Engine\ndef mixin(): return object\nclass S(mixin(), Engine){BODY}",
     "a comment among the bases": f"from .core import Engine\nclass S(\n    G,  # class (1)\n    Engine,\n){BODY}",
     "a text among the bases": f"from .core import Engine\nclass S(G['a)'], Engine){BODY}",
@@ -188,6 +198,11 @@ NO_OVERRIDES = {
     ),
 }
 READ = {
+    "in a comprehension of a class that has the name": (
+        LIMIT,
+        None,
+        "class C:\n    LIMIT = 1\n    y = [LIMIT for _ in (1,)]",
+    ),
     "default": (LIMIT, None, "def f(x=LIMIT): ..."),
     "default, elsewhere": (LIMIT, "other.py", "from . import core\ndef f(x=core.LIMIT): ..."),
     "another value": (LIMIT, None, "MORE = LIMIT * 2"),
@@ -311,6 +326,11 @@ def test_an_override_that_no_longer_calls_what_it_overrides_is_drift(world: Worl
     assert world.verify() == 0
     world.write(f"{world.package}/core.py", BASE.replace("class Sub(Engine): ...\n", sub.format("self.run(x)")))
     assert world.verify() == 4
+    for value in ("run = Root.run", "run = lambda self, x: 1", "run: object = None"):
+        text = f"class Sub(Engine):\n    {value}\n"
+        world.write(f"{world.package}/core.py", BASE.replace("class Sub(Engine): ...\n", text))
+        assert world.verify() == 4
+    world.write(f"{world.package}/core.py", BASE.replace("class Sub(Engine): ...\n", sub.format("self.run(x)")))
     assert (world.pin(), world.verify()) == (0, 0)
 
 
