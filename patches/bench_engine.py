@@ -23,11 +23,12 @@ def main() -> None:
             import afdpatch  # noqa: F401
         from vllm import LLM
 
+        began = time.perf_counter()
         arguments: dict[str, Any] = spec["engine"]
         if spec["afd"]:
             arguments["additional_config"] = {"afd": spec["afd"]}
         engine = LLM(model=spec["model"], **arguments).llm_engine
-        _say(line, {"vllm": sys.modules["vllm"].__version__})
+        _say(line, {"vllm": sys.modules["vllm"].__version__, "start_s": time.perf_counter() - began})
         for order in iter(line.readline, ""):
             first, steps = decode(engine, **json.loads(order))
             _say(line, {"first_ms": first, "steps_ms": steps})

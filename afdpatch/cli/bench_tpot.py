@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -28,8 +29,8 @@ from afdpatch.cli.servers import Server, ServerError, free_port
 DESCRIPTION = """\
 Measure the time per output token of an AFD pair on two GPUs, and of stock vLLM on one of them: a batch of random
 prompts is decoded, and the time between two steps that gave every request a token is taken, and that until every one
-had its first. Pair and stock take turns; each batch is measured --repeats times after a warm-up. The figure is the
-median of the repeats' medians."""
+had its first. How long the engines took to start is in the report. Pair and stock take turns; each batch is measured
+--repeats times after a warm-up. The figure is the median of the repeats' medians."""
 EPILOG = "Example: afdpatch bench tpot --model tests/models/deepseek-v2 --shape deepseek-v2-lite --output tpot.json"
 BATCHES = (1, 16, 32, 64, 128)
 SHAPES: dict[str, dict[str, int]] = {
@@ -82,6 +83,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--runner", choices=("1", "2"), default="2", help="vLLM's model runner; default 2, vLLM's own default on CUDA")
     add("--connector", default="ipc", metavar="NAME", help="default: ipc")
     add("--graphs", choices=GRAPHS, default=GRAPHS[0], help=f"vLLM's cudagraph_mode; default {GRAPHS[0]}")
+    add("--all-sizes", action="store_true", help="capture all sizes that vLLM would, not those measured only")
     add("--enforce-eager", action="store_true", help="no CUDA graphs and no compilation, on both sides")
     add("--kv-cache-gib", type=at_least(1), default=8, metavar="N", help="KV cache of each engine; default 8")
     add("--devices", type=at_least(0), nargs=2, default=[0, 1], metavar="GPU", help="attention's and stock's, FFN's")
@@ -102,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
         with _sides(args) as sides:
             results = measure(sides, args)
             version = sides["stock"].version
+            starts = {name: round(each.start_s, 1) for name, each in sides.items()}
     except (ServerError, EngineLost) as error:
         print(f"afdpatch: error: bench tpot: {error}; the logs are in {args.log_dir}", file=sys.stderr)
         return 1
@@ -115,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
         "runner": f"V{args.runner}",
         "graphs": "none, eager" if args.enforce_eager else f"{args.graphs}, compiled",
         "connector": args.connector,
+        "sizes": "all" if args.all_sizes else "measured",
+        "start_s": starts,
         "results": results,
     }
     return tell(report, args, show, draw)
@@ -131,6 +136,8 @@ class Engine:
     """One engine in a process of its own; see `afdpatch.patches.bench_engine`."""
 
     version = ""
+    start_s = math.nan
+    """Seconds from vLLM's import to an engine that can compute; the pair's waits for its FFN server too."""
 
     def __init__(self, name: str, spec: Report, log: Path, env: dict[str, str]) -> None:
         self.name = name
@@ -202,8 +209,10 @@ def _sides(args: argparse.Namespace) -> Iterator[dict[str, Engine]]:
     if args.enforce_eager:
         engine["enforce_eager"] = True
     else:
-        sizes = sorted({*args.batches, *(() if args.graphs == GRAPHS[0] else PIECES)})
-        engine["compilation_config"] = {"cudagraph_mode": args.graphs, "cudagraph_capture_sizes": sizes}
+        engine["compilation_config"] = compilation = {"cudagraph_mode": args.graphs}
+        if not args.all_sizes:
+            more = () if args.graphs == GRAPHS[0] else PIECES
+            compilation["cudagraph_capture_sizes"] = sorted({*args.batches, *more})
     afd = {"role": "attention", "port": afd_port, "connector": args.connector}
     with contextlib.ExitStack() as stack:
         stack.enter_context(ffn)
@@ -215,7 +224,8 @@ def _sides(args: argparse.Namespace) -> Iterator[dict[str, Engine]]:
             stack.callback(sides[name].close)
         until = time.monotonic() + args.timeout
         for each in sides.values():
-            each.version = each.ask(max(0.0, until - time.monotonic()))["vllm"]
+            said = each.ask(max(0.0, until - time.monotonic()))
+            each.version, each.start_s = said["vllm"], said["start_s"]
         yield sides
 
 
@@ -300,6 +310,8 @@ def show(report: Report) -> None:
         ),
         rows,
     )
+    if starts := report.get("start_s"):  # not in older reports
+        print(f"Start: AFD {starts['afd']:.1f} s, stock {starts['stock']:.1f} s; sizes captured: {report['sizes']}")
 
 
 def draw(report: Report, path: Path) -> None:

@@ -12,7 +12,7 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as sock, sock.makefile("rw") as line:
         if spec["model"] == "dead":
             os._exit(3)
-        line.write(json.dumps({"vllm": "1.2.3"}) + "\n")
+        line.write(json.dumps({"vllm": "1.2.3", "start_s": 7.5}) + "\n")
         line.flush()
         for text in iter(line.readline, ""):
             order = json.loads(text)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
-from afdpatch.kernels import HopBuffers
-from afdpatch.kernels.layout import Geometry
+from afdpatch.kernels import HopBuffers, reference
+from afdpatch.kernels.layout import HEADER_AT, LINE_BYTES, Geometry
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 MARKS = [
@@ -27,6 +29,36 @@ def make(geometry: Geometry, deadline_s: float = 5.0, overlap: bool = True) -> P
     )
     pair[0].connect(pair[1])
     return pair[0], pair[1]
+
+
+def answer(pair: Pair, geometry: Geometry, reply: torch.Tensor, number: int, layer: int, slot: int) -> torch.Tensor:
+    """Write a reply into the first side's slot as the reference does, once the request lies whole in the other's.
+
+    The first side's kernel waits for it meanwhile: everything here is copied in streams of its own.
+
+    Returns:
+        The rows of the request, as the reference reads them.
+    """
+    first, second = pair
+    lanes = [torch.cuda.Stream(device) for device in DEVICES]
+    end = time.monotonic() + 30
+    while True:
+        with torch.cuda.stream(lanes[1]):
+            found = second.slot(slot).cpu()
+        try:
+            request = reference.read(found, geometry, reply.shape[0], number, layer, slot)
+            break
+        except reference.NotThere as missing:
+            assert time.monotonic() < end, f"expected the request, found none after 30 s: {missing}"
+    with torch.cuda.stream(lanes[0]):
+        before = first.slot(slot).cpu()
+        after = before.clone()
+        reference.write(after, geometry, reply, number, layer, slot, initiator=False)
+        changed = int((after != before).nonzero().max()) // LINE_BYTES * LINE_BYTES + LINE_BYTES
+        # Marks come after their payload; what lies beyond the message is the kernel's to write.
+        for part in (slice(HEADER_AT, changed), slice(0, HEADER_AT)):
+            first.slot(slot)[part].copy_(after[part])
+    return request
 
 
 def noise(rows: int, geometry: Geometry, device: str) -> torch.Tensor:

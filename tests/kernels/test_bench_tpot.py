@@ -39,7 +39,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable
 
 def test_both_sides_take_turns_and_the_first_one_does_not_count(engine: Callable[..., Engine], capsys: Any) -> None:
     sides = {name: engine(name) for name in bench_tpot.SIDES}
-    assert [each.ask(60) for each in sides.values()] == [{"vllm": "1.2.3"}] * 2
+    assert [each.ask(60) for each in sides.values()] == [{"vllm": "1.2.3", "start_s": 7.5}] * 2
     asked: list[str] = []
     for name, each in sides.items():
         ask = each.ask
@@ -93,10 +93,12 @@ def test_a_report_makes_a_table_and_a_picture(tmp_path: Path, capsys: Any) -> No
     report = {
         "machine": {"gpus": ["A", "B"], "vllm": "0.30.0"}, "model": "m", "weights": "dummy", "context": 1024,
         "runner": "V2", "graphs": "FULL_DECODE_ONLY", "results": results,
+        "sizes": "all", "start_s": {"afd": 21.04, "stock": 19.0},
     }  # fmt: skip
     bench_tpot.show(report)
     text = capsys.readouterr().out
     assert "+20.0 %" in text and "+1.2 %" in text and "3.000 to 3.200" in text and "23.0" in text
+    assert "Start: AFD 21.0 s, stock 19.0 s; sizes captured: all" in text
     pytest.importorskip("matplotlib")
     bench_tpot.draw(report, tmp_path / "picture.svg")
     assert "<svg" in (tmp_path / "picture.svg").read_text()

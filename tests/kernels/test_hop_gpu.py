@@ -18,7 +18,7 @@ import torch
 from afdpatch.kernels import HopBuffers, HopCode, HopError, reference
 from afdpatch.kernels.layout import Geometry, LayoutError
 
-from .pairs import DEVICES, GPUS, MARKS, make, noise, same, wait
+from .pairs import DEVICES, GPUS, MARKS, answer, make, noise, same, wait
 
 pytestmark = MARKS
 
@@ -74,12 +74,10 @@ def test_an_exchange_sends_and_finds_what_the_reference_wrote(limit: int, copied
     first, second = make(geometry)
     for number, rows in enumerate((1, 70, 13, 64), start=1):
         sent, reply = noise(rows, geometry, DEVICES[0]), noise(rows, geometry, "cpu")
-        answered = first.slot(1).cpu()
-        reference.write(answered, geometry, reply, number, 9, 1)
-        first.slot(1).copy_(answered)
         expected = second.slot(1).cpu()
         reference.write(expected, geometry, sent.cpu(), number, 9, 1)
         got = first.exchange(sent, 9, 1, torch.zeros_like(sent) if copied else None)
+        answer((first, second), geometry, reply, number, 9, 1)
         wait()
         assert first.status().code == HopCode.OK and same(got, reply)
         assert torch.equal(second.slot(1).cpu(), expected)
