@@ -37,12 +37,13 @@ class StepRoute(Route):
 
     def hop(self, hidden: Tensor, layer: int, micro_batch: int = 0, out: Tensor | None = None) -> Tensor:
         """As `Route` has it; a hop of the first layer begins a step. A launch that is captured is no hop yet."""
-        serving = self._serving
+        serving = self._peers.serving
         if serving and torch.cuda.is_current_stream_capturing():
             _, connector = serving[0]
             until = time.monotonic() + self._hop_timeout_s
             return connector.hop(hidden, layer, micro_batch, sequence=0, step=self._step, deadline_s=until, out=out)
-        if self._greeting is not None and layer == self._greeting.layers[0]:
+        greeting = self._peers.greeting
+        if greeting is not None and layer == greeting.layers[0]:
             self._step += 1
         return super().hop(hidden, layer, micro_batch, out)
 
@@ -56,8 +57,9 @@ class StepRoute(Route):
         Raises:
             InvalidHop: no such graph was captured. NoFfnServer: as `hop`.
         """
-        assert self._greeting is not None
-        layers = self._greeting.layers
+        greeting = self._peers.greeting
+        assert greeting is not None
+        layers = greeting.layers
         try:
             self.hop(Replay(rows), layers[0])  # type: ignore[arg-type]  # the connector knows it
         except StaleGraph as error:
@@ -93,10 +95,7 @@ class StepRoute(Route):
         Raises:
             StepLost: what they gave is worthless; another try may go well. FfnError: the same, and it wouldn't.
         """
-        error = connection.failure() if connection is not None else None
-        if error is None:
+        if connection is None or (error := connection.failure()) is None:
             return
-        for rank, connector in list(self._connections.items()):
-            if connector is connection:
-                self._lose(rank, connector, str(error))
-        raise type(error)(f"the step was lost under way: {error}; last: {self._last_error}")
+        self._peers.lose(connection, str(error))
+        raise type(error)(f"the step was lost under way: {error}; last: {self._peers.last_error}")
