@@ -203,9 +203,9 @@ class Peers:
         """Close a connection, whatever is on its way over it, and count the loss; nothing if it is closed by now."""
         with self._state_lock:
             rank = next((rank for rank, each in self._connections.items() if each is connector), None)
-            if rank is None:
-                return  # another thread was first, or all are closed
-            del self._connections[rank]
+            # Another thread was first, or all are closed: by a signal handler perhaps, just now.
+            if rank is None or self._connections.pop(rank, None) is None:
+                return
             self._lost.add(rank)
             self.last_error = why
             if self._page is not None:  # before the page says that there is no server

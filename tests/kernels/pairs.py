@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 
 import pytest
@@ -28,7 +29,18 @@ def make(geometry: Geometry, deadline_s: float = 5.0, overlap: bool = True) -> P
         for device, first in zip(DEVICES, (True, False), strict=True)
     )
     pair[0].connect(pair[1])
+    lanes()
     return pair[0], pair[1]
+
+
+@functools.cache
+def lanes() -> list[torch.cuda.Stream]:
+    """A stream of each device for what is copied while a kernel waits, used before: a first use may wait for it."""
+    streams = [torch.cuda.Stream(device) for device in DEVICES]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.zeros(1 << 18, dtype=torch.uint8).to(stream.device).cpu()
+    return streams
 
 
 def answer(pair: Pair, geometry: Geometry, reply: torch.Tensor, number: int, layer: int, slot: int) -> torch.Tensor:
@@ -40,17 +52,16 @@ def answer(pair: Pair, geometry: Geometry, reply: torch.Tensor, number: int, lay
         The rows of the request, as the reference reads them.
     """
     first, second = pair
-    lanes = [torch.cuda.Stream(device) for device in DEVICES]
     end = time.monotonic() + 30
     while True:
-        with torch.cuda.stream(lanes[1]):
+        with torch.cuda.stream(lanes()[1]):
             found = second.slot(slot).cpu()
         try:
             request = reference.read(found, geometry, reply.shape[0], number, layer, slot)
             break
         except reference.NotThere as missing:
             assert time.monotonic() < end, f"expected the request, found none after 30 s: {missing}"
-    with torch.cuda.stream(lanes[0]):
+    with torch.cuda.stream(lanes()[0]):
         before = first.slot(slot).cpu()
         after = before.clone()
         reference.write(after, geometry, reply, number, layer, slot, initiator=False)
