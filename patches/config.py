@@ -170,13 +170,13 @@ def _settle_graphs(args: "EngineArgs", afd: AfdConfig) -> None:
 
 
 def _cut_at_hops(compilation: "CompilationConfig") -> None:
-    """Piecewise graphs end before a hop and go on behind it, as at attention.
+    """A model that vLLM cuts into pieces at attention is cut at hops too.
 
-    Only a model that is configured for them has pieces to capture: where vLLM finds later that its attention has no
-    graphs of whole batches, it calls the mode piecewise and runs without.
+    Piecewise graphs end before a hop and go on behind it. And a hop has the name of its layer among its arguments:
+    with it within, no two layers' pieces are alike, and each is compiled by itself.
     """
     cuts = compilation.splitting_ops
-    if compilation.cudagraph_mode.has_piecewise_cudagraphs() and cuts and HOP_OP not in cuts:
+    if cuts and HOP_OP not in cuts and not compilation.use_inductor_graph_partition:
         cuts.append(HOP_OP)
 
 

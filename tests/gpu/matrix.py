@@ -44,6 +44,9 @@ PIECES = {
     "cudagraph_mode": "FULL_AND_PIECEWISE",
     "custom_ops": ["all"],
     "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128],
+    # Else Inductor chooses by time how a norm's sum is split, and two compilations of one model give two results. The
+    # variable TORCHINDUCTOR_DETERMINISTIC is gone when vLLM compiles; vLLM's combined kernels are chosen by time alone.
+    "inductor_compile_config": {"deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False},
 }
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
@@ -61,8 +64,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SERVER_DEV_MODE": "1",
     "NO_COLOR": "1",
-    # Else Inductor chooses between kernels by time, and two compilations of one model give two results.
-    "TORCHINDUCTOR_DETERMINISTIC": "1",
 }
 
 
@@ -81,6 +82,11 @@ def below(pid: int) -> list[int]:
         last = [child for one in last for child in parents.get(one, [])]
         found[:0] = last
     return found
+
+
+def alike(model: str, mode: str) -> dict[str, Any]:
+    """What a stock engine's spec needs so that the same is compiled as in the pair."""
+    return {"local_op": ARCHITECTURES[model], "cut": True} if mode in COMPILED else {}
 
 
 SWITCHABLE = ("--worker-cls", "tests.gpu.workers.SwitchableFFNWorker")
@@ -227,8 +233,7 @@ class Matrix:
             for mode in modes if cases else []:
                 full = f"{chain}-{mode}"
                 both = spec | {"engine": ENGINE | MODES[mode]}
-                alike = {"local_op": ARCHITECTURES[name], "cut": True} if mode in COMPILED else {}
-                stock = self.driver(f"{full}-stock", both | alike, "01"[index % 2], runner)
+                stock = self.driver(f"{full}-stock", both | alike(name, mode), "01"[index % 2], runner)
                 hopping = both | {"afd": afd, "zero_url": f"http://127.0.0.1:{port}"}
                 process = self.driver(f"{full}-afd", hopping, "0,1", runner)
                 seen = self.finish(f"{full}-afd", process, 300)
@@ -285,17 +290,18 @@ class Matrix:
         self.say(f"{full}: {self.results[full]}")
         return server
 
-    def two(self, name: str, cases: list[str], merge: bool) -> None:
-        """Two attention servers on one GPU at one FFN server: with graphs, or eager and computed together."""
-        folder, afd_port, port = ROOT / "tests" / "models" / name, self.base + 20 + merge, self.base + 120 + merge
-        full, mode = (f"{name}-merged", "eager") if merge else (f"{name}-two", "graph")
+    def two(self, name: str, mode: str, cases: list[str]) -> None:
+        """Two attention servers on one GPU at one FFN server: each by itself, or eager and computed together."""
+        index, merge = [*MODES].index(mode), mode == "eager"
+        folder, afd_port, port = ROOT / "tests" / "models" / name, self.base + 20 + index, self.base + 120 + index
+        full = f"{name}-merged" if merge else f"{name}-two-{mode}"
         extra = {"hop_timeout_s": 60, "connect_timeout_s": 300, "merge": merge}
         try:
             self.ffn(f"{full}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE, attention_ranks=2, extra=extra)
             spec: dict[str, Any] = {"model": str(folder), "cases": cases, "engine": ENGINE | MODES[mode]}
             afd = {"role": "attention", "port": afd_port, "connector": self.connector, "num_attention_ranks": 2}
             afd["connector_extra_config"] = extra
-            stock = self.driver(f"{full}-stock", spec, "1", "1")
+            stock = self.driver(f"{full}-stock", spec | alike(name, mode), "1", "1")
             both = [
                 self.driver(f"{full}-afd{rank}", spec | {"afd": afd | {"rank": rank}}, "0,1", "1") for rank in (0, 1)
             ]
@@ -431,7 +437,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=400)
     parser.add_argument("--only", default="", help="chains whose name, such as qwen3-moe-v2, has one of these words")
     parser.add_argument("--connector", default="ipc", choices=("ipc", "nccl"))
-    parser.add_argument("--two", default="", help="the model of two attention servers at one FFN server")
+    parser.add_argument("--two", default="", help="model of two attention servers at one FFN server")
     parser.add_argument("--fp8", default="", help="models of pairs whose hidden states travel in 8 bits")
     parser.add_argument("--stale", default="", help="a folder with afdpatch under another manifest")
     parser.add_argument("--cases", default=",".join(CASES), help="empty: losses only")
@@ -451,9 +457,9 @@ def main() -> None:
         if any(word in f"{model}-v{int(runner) + 1}" for word in args.only.split(","))
     ]
     if args.two:
-        threads.append(threading.Thread(target=matrix.two, args=(args.two, ["batch:5", "batch:16", "totals"], False)))
-        merging = ["batch:16", "batch:5", "chunked", "totals"]
-        threads.append(threading.Thread(target=matrix.two, args=(args.two, merging, True)))
+        cases = ["batch:5", "batch:16", "totals"]
+        for mode, more in (("graph", []), ("pieces", ["chunked"]), ("eager", ["chunked"])):
+            threads.append(threading.Thread(target=matrix.two, args=(args.two, mode, cases + more)))
     for index, model in enumerate(words(args.fp8)):
         threads.append(threading.Thread(target=matrix.fp8, args=(model, index)))
     if args.stale:

@@ -41,7 +41,8 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_every_pair_is_equal_to_stock_vllm(compared: dict[str, Any]) -> None:
     assert faults(compared) == []
     equal = {name for name, result in compared.items() if isinstance(result, dict) and "equal" in result}
-    assert equal == {f"{chain}-{mode}" for chain in CHAINS for mode in MODES} | {"qwen3-moe-two-0", "qwen3-moe-two-1"}
+    two = {f"qwen3-moe-two-{mode}-{rank}" for mode in ("graph", "pieces") for rank in (0, 1)}
+    assert equal == {f"{chain}-{mode}" for chain in CHAINS for mode in MODES} | two
     assert {"qwen3-moe-merged-0", "qwen3-moe-merged-1", "qwen3-moe-merged-hops"} <= compared.keys()
     assert {f"{chain}-padding" for chain in CHAINS} <= compared.keys()
     assert {f"{model}-fp8-{mode}" for model in ("qwen3-moe", "deepseek-v2") for mode in MODES[:2]} <= compared.keys()

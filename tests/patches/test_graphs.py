@@ -133,11 +133,9 @@ def test_no_piece_is_captured_with_a_hop_within(piece: tuple[Any, Any], route: R
     assert (called, context.additional_kwargs) == ([], {})
 
 
-@pytest.mark.parametrize(
-    ("mode", "cut"),
-    [("NONE", False), ("FULL_DECODE_ONLY", False), ("FULL", False), ("PIECEWISE", True), ("FULL_AND_PIECEWISE", True)],
-)
-def test_the_model_is_cut_at_hops_where_graphs_may_be_piecewise(mode: str, cut: bool) -> None:
+@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY", "FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("by_inductor", [False, True])
+def test_the_model_is_cut_at_hops_where_vllm_cuts_it_at_attention(mode: str, by_inductor: bool) -> None:
     import torch
     from vllm.config import CompilationConfig, CUDAGraphMode
 
@@ -145,11 +143,13 @@ def test_the_model_is_cut_at_hops_where_graphs_may_be_piecewise(mode: str, cut: 
     from afdpatch.patches.config import _cut_at_hops
 
     config = CompilationConfig(
-        cudagraph_mode=CUDAGraphMode[mode], splitting_ops=["vllm::unified_attention_with_output"]
+        cudagraph_mode=CUDAGraphMode[mode],
+        splitting_ops=["vllm::unified_attention_with_output"],
+        use_inductor_graph_partition=by_inductor,
     )
     for _ in range(2):
         _cut_at_hops(config)
-    assert config.splitting_ops == ["vllm::unified_attention_with_output"] + [HOP_OP] * cut
+    assert config.splitting_ops == ["vllm::unified_attention_with_output"] + [HOP_OP] * (not by_inductor)
     assert str(torch.ops.afdpatch.ffn.default._schema).startswith(f"{HOP_OP}(Tensor hidden_states, Tensor(a1!) output,")
     whole = CompilationConfig(cudagraph_mode=CUDAGraphMode[mode], splitting_ops=[])
     _cut_at_hops(whole)

@@ -1,5 +1,6 @@
 """The model cut at hops by vLLM's own splitter, and its pieces replayed as CUDA graphs are: at the same addresses."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from afdpatch.patches.settings import CAPTURES, HOP_OP
 
 pytestmark = pytest.mark.e2e
 NAMES = ["layers.0.mlp", "layers.1.mlp"]
+ATTEND = "afdpatch_test::attend"
 
 
 class Link:
@@ -27,16 +29,25 @@ class Link:
 
 
 class Model(nn.Module):
-    """Two layers with something to compute before, between and behind their hops."""
+    """Layers with something to compute before, between and behind their hops."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, names: Sequence[str] = NAMES) -> None:
         super().__init__()
         blank = nn.Identity()
-        self.ffns = nn.ModuleList([RemoteFFN.at(name, layer, blank, link) for layer, name in enumerate(NAMES)])
+        self.ffns = nn.ModuleList([RemoteFFN.at(name, layer, blank, link) for layer, name in enumerate(names)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for ffn in self.ffns:
             x = ffn(x * 2) + x
+        return x
+
+
+class Attending(Model):
+    """The same with something before each hop where vLLM cuts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for ffn in self.ffns:
+            x = ffn(torch.ops.afdpatch_test.attend(x * 2) + 1) + x
         return x
 
 
@@ -65,6 +76,14 @@ class Graph(nn.Module):
             for output, value in zip(self.outputs, [again] if self.single else again, strict=True):
                 output.copy_(value)
         return self.outputs[0] if self.single else tuple(self.outputs)
+
+
+def shape(graph: torch.fx.GraphModule) -> list[Any]:
+    """What a graph computes, without the names of its nodes: pieces of one shape are compiled once."""
+    return [
+        (node.op, "" if node.op == "placeholder" else str(node.target), [a for a in node.args if isinstance(a, str)])
+        for node in graph.graph.nodes
+    ]
 
 
 def cut(model: nn.Module, ops: list[str]) -> tuple[Any, list[bool]]:
@@ -130,3 +149,33 @@ def test_an_answer_in_a_fresh_tensor_would_not_be_read(context: ForwardContext) 
         assert kinds == [False, True, False]
         x.fill_(2.0)
         assert not torch.equal(compiled(x), x * 7)
+
+
+@torch.no_grad()
+def test_the_pieces_of_layers_are_alike_where_hops_are_cut_out(context: ForwardContext) -> None:
+    library = torch.library.Library("afdpatch_test", "FRAGMENT")
+    library.define("attend(Tensor x) -> Tensor")
+    library.impl("attend", lambda x: x + 1, "CPU")
+    library._register_fake("attend", torch.empty_like)
+    names = [*NAMES, "layers.2.mlp"]
+    model = Attending(Link(), names)
+    context.no_compile_layers = dict(zip(names, model.ffns, strict=True))
+
+    def pieces(ops: list[str]) -> list[list[Any]]:
+        found: list[list[Any]] = []
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            whole, items = split_graph(graph, ops)
+            found.extend(shape(item.graph) for item in items if not item.is_splitting_graph)
+            return whole.forward
+
+        torch.compiler.reset()
+        torch.compile(model, fullgraph=True, backend=backend, dynamic=False)(torch.ones(4, 8))
+        return found
+
+    with override_forward_context(context):
+        _, attended, between, *others = pieces([ATTEND, HOP_OP])
+        assert others[:3] == [attended, between, attended] and len(others) == 4
+        _, first, second, _ = pieces([ATTEND])
+        changed = [(one, other) for one, other in zip(first, second, strict=True) if one != other]
+        assert changed == [tuple(("call_function", "afdpatch.ffn", [n]) for n in names[:2])]
