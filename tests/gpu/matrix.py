@@ -44,8 +44,9 @@ PIECES = {
     "cudagraph_mode": "FULL_AND_PIECEWISE",
     "custom_ops": ["all"],
     "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128],
-    # Else Inductor chooses by time how a norm's sum is split, and two compilations of one model give two results. The
-    # variable TORCHINDUCTOR_DETERMINISTIC is gone when vLLM compiles; vLLM's combined kernels are chosen by time alone.
+    # Else Inductor chooses by time how a norm's sum is split, and two compilations of one model give two results. What
+    # TORCHINDUCTOR_DETERMINISTIC says is lost when Dynamo, having traced, sets back torch.use_deterministic_algorithms.
+    # The combined kernels that vLLM asks for are chosen by time alone.
     "inductor_compile_config": {"deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False},
 }
 MODES: dict[str, dict[str, Any]] = {
