@@ -481,7 +481,37 @@ GENERATED = {
     "no method": (RUN, "@dataclasses.dataclass\nclass S(Engine): ...\n", 0),
     "a field": (RUN, "@dataclasses.dataclass\nclass S(Engine):\n    run: object\n", 4),
     "a field of a model": (RUN, "from pydantic import BaseModel\nclass S(BaseModel, Engine):\n    run: object\n", 4),
-    "no field": (RUN, "@dataclasses.dataclass\nclass S(Engine):\n    run: ClassVar[object]\n", 0),
+    "a field under if": (RUN, "@dataclasses.dataclass\nclass S(Engine):\n    if Engine:\n        run: object\n", 4),
+    "a field, in a function": (
+        RUN,
+        "def f():\n    @dataclasses.dataclass\n    class S(Engine):\n        run: object\n",
+        4,
+    ),
+    "no field": (
+        RUN,
+        "from typing import ClassVar\n@dataclasses.dataclass\nclass S(Engine):\n    run: ClassVar[object]\n",
+        0,
+    ),
+    "no field, by its text": (
+        RUN,
+        "import typing\n@dataclasses.dataclass\nclass S(Engine):\n    run: 'typing.ClassVar[object]'\n",
+        0,
+    ),
+    "what only the generated method takes": (
+        RUN,
+        "@dataclasses.dataclass\nclass S(Engine):\n    run: dataclasses.InitVar[object]\n",
+        0,
+    ),
+    "what only looks like a class's": (
+        RUN,
+        "ClassVar = list\n@dataclasses.dataclass\nclass S(Engine):\n    run: ClassVar[object]\n",
+        4,
+    ),
+    "an annotation in a subclass of a dataclass": (
+        RUN,
+        "@dataclasses.dataclass\nclass S(Engine): ...\nclass T(S):\n    run: object\n",
+        0,
+    ),
     "an annotation": (RUN, "class S(Engine):\n    run: object\n", 0),
 }
 
