@@ -80,6 +80,16 @@ def keepers_of(tree: SourceTree, target: str, kind: str, holders: Collection[str
     return tuple(sorted(set(found), key=lambda item: (item.file, item.line, item.kind, item.where)))
 
 
+def readings_of(tree: SourceTree, target: str, modules: Collection[str]) -> list[Keeper]:
+    """Each place of some modules that reads a value when it is imported, as `keepers_of` has it for a constant."""
+    held = {module: held_lines(tree, module, target) for module in modules}
+    names = {target.rpartition(":")[2].rpartition(".")[2]}
+    names |= {name for lines in held.values() for name in lines if "." not in name}
+    sources = (tree.file(module) for module in modules)
+    readers = (_Reader(tree, source, target, "value", names) for source in sources if source is not None)
+    return [keeper for reader in readers for keeper in reader.readings()]
+
+
 def _instead(tree: SourceTree, source: SourceFile, names: Collection[str], target: str) -> Iterator[Keeper]:
     """What a holder may have by the target's name in its place: another definition or import, perhaps conditional."""
     for name in names:

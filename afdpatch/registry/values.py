@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from afdpatch.registry.census import STAR, held_lines
@@ -32,21 +32,6 @@ def import_names(tree: SourceTree, entry: Entry, place: Any) -> Callable[[str], 
         return tuple(name for name in held_lines(tree, module, entry.target) if "." not in name)
 
     return names
-
-
-def captures(tree: SourceTree, modules: Iterable[str], qualname: str) -> list[str]:
-    """Where modules use a value's name while they are imported: as a default, in a class body, in another value."""
-    found = []
-    outer, _, name = qualname.rpartition(".")
-    for module in modules:
-        source = tree.file(module)
-        if source is not None:
-            used = [
-                (item, classes) for item, classes in loads(source) if isinstance(item, ast.Name) and item.id == name
-            ]
-            lines = {item.lineno for item, classes in used if outer or not source.is_of_class(classes, name, item)}
-            found += [f"{source.file}:{line}" for line in sorted(lines)]
-    return found
 
 
 def loads(source: SourceFile) -> Iterator[tuple[ast.Name | ast.Attribute, tuple[str, ...]]]:

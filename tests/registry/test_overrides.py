@@ -225,6 +225,7 @@ READ = {
 
 
 def edit(world: World, where: str | None, text: str) -> None:
+    world.write(f"{world.package}/core.py", BASE)
     if where is not None and where.endswith(".py"):
         world.write(f"{world.package}/{where}", text)
     elif where is None:
@@ -373,6 +374,47 @@ def test_a_value_that_is_read_at_import_is_refused_by_its_source(world: World, n
     assert world.verify() == 7
     with pytest.raises(NotInEffect, match=rf"{world.package}/(core|other)\.py:\d+"):
         PatchSet.load(world.ours).apply(role="red", process="worker")
+
+
+# What reads another value of the name; the last does so in a module that is a holder and hasn't been imported.
+NOT_READ = {
+    "of another class": (SIZE, None, "class Second:\n    SIZE = 4\n    MORE = SIZE * 2"),
+    "of another class, as a default": (SIZE, None, "class Second:\n    SIZE = 4\n    def f(self, x=SIZE): ..."),
+    "of the module": (SIZE, None, "SIZE = 4\nMORE = SIZE * 2"),
+    "after it is in effect": (LIMIT, "other.py", "from .core import LIMIT\nMORE = LIMIT * 2"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+def test_what_reads_another_value_of_the_name_is_in_nobody_s_way(world: World, name: str) -> None:
+    target, where, text = NOT_READ[name]
+    world.write(f"{world.package}/other.py", "from .core import LIMIT\n")
+    world.write(f"{world.ours}/patches.py", OURS)
+    edit(world, where, text)
+    holders = ["PKG.other"] if target == LIMIT else []
+    patches = world.patchset(world.entry(target, kind="replace", when="always", holders=holders))
+    assert world.verify() == 0
+    patches.arm()
+    core, other = world.load("PKG.core"), world.load("PKG.other")
+    assert 99 in (core.LIMIT, core.Engine.SIZE) and other.LIMIT == core.LIMIT
+    patches.undo()
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [(None, "if LIMIT > 1: ..."), ("other.py", "from .core import LIMIT as limit\nMORE = limit * 2")],
+)
+def test_a_number_that_source_does_not_show_to_be_one_is_read_by_nobody(
+    world: World, where: str | None, text: str
+) -> None:
+    world.write(f"{world.package}/other.py", "from .core import LIMIT as limit\n")
+    edit(world, where, text)
+    world.core("LIMIT = 3", "LIMIT = (lambda: 3)()")
+    world.write(f"{world.ours}/patches.py", OURS)
+    patches = world.patchset(world.entry(LIMIT, kind="replace", holders=["PKG.other"]))
+    assert world.load("PKG.other").limit == 3
+    with pytest.raises(NotInEffect, match=rf"{world.package}/(core|other)\.py:\d+"):
+        patches.apply(role="red", process="worker")
 
 
 ASSIGNED = {
