@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from afdpatch.registry import fingerprint
-from afdpatch.registry.lineage import Class, bases, lineage, mentioned
+from afdpatch.registry.lineage import Class, bases, branches, given, lineage, mentioned
 from afdpatch.registry.lock import Keeper
-from afdpatch.registry.scope import dotted
+from afdpatch.registry.scope import COMPREHENSIONS, Binding, dotted
 from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent
 from afdpatch.registry.unsound import generates, last_name
 
@@ -104,12 +104,39 @@ def _goes_on(tree: SourceTree, cls: Class, method: ast.FunctionDef | ast.AsyncFu
     """Whether a method uses what it overrides, as `super().run` or `Base.run`: then a patch of that has its effect."""
     above = {item.node.name for item in lineage(tree, cls)}
     above.update(name for base in cls.node.bases for name in dotted(base)[-1:])
-    for node in ast.walk(method):
-        if isinstance(node, ast.Attribute) and node.attr == method.name:
-            called = dotted(node.value.func) if isinstance(node.value, ast.Call) else []
-            if called == ["super"] or above.intersection(dotted(node.value)[-1:]):
-                return True
-    return False
+    used = [node for node in ast.walk(method) if isinstance(node, ast.Attribute) and node.attr == method.name]
+    if any(_is_super(node.value) or above.intersection(dotted(node.value)[-1:]) for node in used):
+        return True
+    if not any(isinstance(node.value, ast.Name) for node in used):
+        return False
+    scope = cls.source.scope(method)
+    named = {name for name, found in scope.items() if all(map(_is_super, _given(found, name)))}
+    named.difference_update(*(node.names for node in ast.walk(method) if isinstance(node, ast.Nonlocal)))
+    own = {id(node) for node in _own_nodes(method)}
+    return any(id(node) in own and getattr(node.value, "id", "") in named for node in used)
+
+
+def _given(found: Sequence[Binding], name: str) -> Iterator[ast.expr | None]:
+    """What a function's bindings give to a name; None for what can't be read."""
+    for item in found:
+        yield from given(item.node, name) or (None,)
+
+
+def _is_super(value: ast.expr | None) -> bool:
+    """Whether an expression is `super()`, whatever is decided in it."""
+    return value is not None and all(
+        isinstance(part, ast.Call) and dotted(part.func) == ["super"] for part in branches(value)
+    )
+
+
+def _own_nodes(method: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.AST]:
+    """Everything in a function that is in no scope within it."""
+    todo: list[ast.AST] = [*method.body]
+    while todo:
+        node = todo.pop()
+        yield node
+        if not isinstance(node, (*fingerprint.Function, ast.ClassDef, ast.Lambda, *COMPREHENSIONS)):
+            todo += ast.iter_child_nodes(node)
 
 
 def _reached(tree: SourceTree, item: Class, last: str, owner: Class) -> Class | None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from afdpatch.registry import fingerprint
 
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 class Suite(NamedTuple):
@@ -174,7 +174,7 @@ def _bound_in(node: ast.AST) -> Iterator[str]:
         item = todo.pop()
         if isinstance(item, ast.Lambda):
             continue
-        if isinstance(item, _COMPREHENSIONS):  # their variables are their own; only `:=` reaches out
+        if isinstance(item, COMPREHENSIONS):  # their variables are their own; only `:=` reaches out
             yield from (inner.target.id for inner in ast.walk(item) if isinstance(inner, ast.NamedExpr))
             continue
         if isinstance(item, ast.Name) and not isinstance(item.ctx, ast.Load):

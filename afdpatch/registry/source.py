@@ -14,7 +14,7 @@ from pathlib import Path
 from afdpatch.registry import fingerprint
 from afdpatch.registry.files import DirectoryFiles, Files, SourceError
 from afdpatch.registry.lineage import Class, base_names, branches, lineage, parts, possible
-from afdpatch.registry.scope import Binding, at_import, attribute_bindings, bindings
+from afdpatch.registry.scope import COMPREHENSIONS, Binding, at_import, attribute_bindings, bindings
 
 
 class SymbolAbsent(LookupError):
@@ -63,12 +63,9 @@ class Symbol:
     words: tuple[str, ...] = ()
 
 
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-
-
 def _in_comprehension(cls: ast.ClassDef, node: ast.expr) -> bool:
     """Whether the class's names aren't seen at a place in its body: in a comprehension, but for its first iterable."""
-    inside = (item for item in ast.walk(cls) if isinstance(item, _COMPREHENSIONS) and node in ast.walk(item))
+    inside = (item for item in ast.walk(cls) if isinstance(item, COMPREHENSIONS) and node in ast.walk(item))
     return any(node not in ast.walk(item.generators[0].iter) for item in inside)
 
 

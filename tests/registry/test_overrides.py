@@ -335,6 +335,37 @@ def test_an_override_that_no_longer_calls_what_it_overrides_is_drift(world: Worl
     assert (world.pin(), world.verify()) == (0, 0)
 
 
+# What an override does that called what it overrides, and what is said of it.
+GOES_ON = {
+    "by a name": ("s = super()\n        return s.run(x)", 0),
+    "by an annotated name": ("s: object = super(Sub, self)\n        return s.run(x)", 0),
+    "by a name with another": ("s, t = super(), 1\n        return s.run(x)", 0),
+    "by a name in an expression": ("return (s := super()).run(x)", 0),
+    "by one of two": ("return (super() if x else super(Sub, self)).run(x)", 0),
+    "by a name for itself too": ("s = super()\n        s = self\n        return s.run(x)", 4),
+    "by a name for itself on a condition": ("s = super() if x else self\n        return s.run(x)", 4),
+    "by a parameter's name": ("s = super()\n        return (lambda s: s.run(x))(self)", 4),
+    "by a loop's name": ("s = super()\n        return [s.run(x) for s in (self,)]", 4),
+    "by a name that a function of it gives away": (
+        "s = super()\n        def f():\n            nonlocal s\n            s = self\n        return s.run(x)",
+        4,
+    ),
+    "by another's name": ("s = super()\n        return s.other.run(x)", 4),
+}
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+def test_an_override_calls_what_it_overrides_by_a_name_too(world: World, name: str) -> None:
+    body, expected = GOES_ON[name]
+    sub = "class Sub(Engine):\n    def run(self, x):\n        {}\n"
+    world.write(f"{world.ours}/patches.py", OURS)
+    edit(world, "class Sub(Engine): ...\n", sub.format("return super().run(x)"))
+    world.declare(world.entry(RUN))
+    assert (world.pin(), world.verify()) == (0, 0)
+    edit(world, "class Sub(Engine): ...\n", sub.format(body))
+    assert world.verify() == expected
+
+
 def test_a_private_name_is_overridden_by_a_class_of_the_same_name_only(world: World) -> None:
     body = ":\n    def __run(self, x): ...\n    def __init__(self): self.__run = len\n"
     world.write(f"{world.package}/core.py", "class Engine:\n    def __run(self, x): ...\n")
