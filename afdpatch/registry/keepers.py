@@ -15,7 +15,7 @@ from typing import TypeGuard
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.census import as_word, held_lines
-from afdpatch.registry.lineage import bound, branches, given, imported, possible
+from afdpatch.registry.lineage import bound, branches, given, imported, position, possible
 from afdpatch.registry.lock import Keeper
 from afdpatch.registry.overrides import overrides_of
 from afdpatch.registry.scope import Binding, at_import, bindings, dotted
@@ -150,20 +150,21 @@ class _Reader:
         self._names = names
         self._home, _, self._qualname = target.partition(":")
         self._inside: tuple[str, ...] = ()
+        self._at: ast.stmt | None = None
 
     def keepers(self) -> list[Keeper]:
         """Everything in the module that keeps the target, or assigns to it."""
         found: list[Keeper] = []
         for node, classes in at_import(self._source.tree.body):
-            self._inside = classes
+            self._inside, self._at = classes, node
             found += self._statement(node)
         self._inside = ()
         return found
 
     def readings(self) -> Iterator[Keeper]:
         """Each place that reads the target when the module is imported."""
-        for node, classes in loads(self._source):
-            self._inside = classes
+        for node, classes, statement in loads(self._source):
+            self._inside, self._at = classes, statement
             if self._refers(node):
                 yield self._keeper("name", f"what {self._source.module} makes of it at its import", node.lineno)
         self._inside = ()
@@ -212,7 +213,7 @@ class _Reader:
             if not self._may_be_assigned(item):
                 continue
             text = ".".join(dotted(item))
-            ends = self._ends(dotted(item))
+            ends = self._ends(dotted(item), at=self._at)
             if self._source.module == self._home and not self._inside and text == self._qualname:
                 continue  # a part of the target's own definition
             if self._target in ends:
@@ -266,7 +267,7 @@ class _Reader:
                 return  # a part of the target's own definition
             yield from self._held(value, self._name(target.id), "name")
         elif isinstance(target, ast.Attribute):
-            found = min(self._ends(dotted(target)), default=None)
+            found = min(self._ends(dotted(target), at=self._at), default=None)
             where = found.replace(":", ".") if found else f"{_text(target)} set in {self._name()}"
             yield from self._held(value, where, "attribute")
         else:
@@ -350,7 +351,7 @@ class _Reader:
             return True
         if names and self._source.is_of_class(self._inside, names[0], node):
             return False
-        ends = self._ends(names)
+        ends = self._ends(names, at=self._at)
         return self._target in ends or self._inherited(ends)
 
     def _inherited(self, ends: Collection[str]) -> bool:
@@ -390,9 +391,18 @@ class _Reader:
         names: Sequence[str],
         local: Mapping[str, list[Binding]] | None = None,
         seen: set[ast.stmt] | None = None,
+        at: ast.stmt | None = None,
     ) -> set[str]:
-        """Where a dotted name may lead, as far as it can be followed; `local` has the names of a function."""
-        found = (local or {}).get(names[0]) or self._source.top(names[0]) if names else []
+        """Where a dotted name may lead, as far as it can be followed.
+
+        Args:
+            names: the dotted name.
+            local: the names of a function.
+            seen: the statements that were followed.
+            at: the statement of the module that uses it when it is imported; None: some function does at any time.
+        """
+        found = (local or {}).get(names[0]) or bound(self._tree, self._source, names[0]) if names else []
+        found = self._current(found, names[0], at) if at is not None and len(found) > 1 else found
         if names and not found:
             return self._tree.definitions(self._source.module, ".".join(names))  # by `import *`, perhaps
         ends, seen = set[str](), set() if seen is None else seen
@@ -407,10 +417,25 @@ class _Reader:
             if others and node not in seen:  # `E = core.Engine`
                 seen.add(node)
                 for other in others:
-                    ends |= self._ends([*other, *names[1:]], local, seen)
+                    ends |= self._ends([*other, *names[1:]], local, seen, at and node)
             else:
                 ends.add(f"{self._source.module}:{'.'.join(names)}")
         return ends
+
+    def _current(self, found: list[Binding], name: str, at: ast.stmt) -> list[Binding]:
+        """The bindings of a name that may be what it stands for at a statement of the module, or in it."""
+        if any(isinstance(item, ast.GeneratorExp) for part in fingerprint.own_parts(at) for item in ast.walk(part)):
+            return found  # it goes on reading when later statements have run
+        loops = (node for node in self._loops if position(node) <= position(at) <= _end(node))
+        until = max(map(_end, loops), default=position(at))
+        come = [item for item in found if item.node is at or position(item.node) < until]
+        first = max((index for index, item in enumerate(come) if _is_bound_by(item, name, at)), default=0)
+        return come[first:] or found
+
+    @cached_property
+    def _loops(self) -> list[ast.stmt]:
+        loops = (ast.For, ast.AsyncFor, ast.While)
+        return [node for node, _ in at_import(self._source.tree.body) if isinstance(node, loops)]
 
     @property
     def _inside_owner(self) -> bool:
@@ -421,6 +446,31 @@ class _Reader:
 
     def _keeper(self, kind: str, where: str, line: int) -> Keeper:
         return Keeper(kind, where, self._source.module, self._source.file, line)
+
+
+def _is_bound_by(binding: Binding, name: str, at: ast.stmt) -> bool:
+    """Whether a name is nothing that it was before a binding, when a later statement comes."""
+    node = binding.node
+    if binding.within or not position(node) < position(at):
+        return False
+    if isinstance(node, ast.For | ast.AsyncFor):
+        inside = position(at) <= _end(node.body[-1])  # it may have run for no item when what follows comes
+        return inside and name in {item.id for item in ast.walk(node.target) if _is_stored(item)}
+    if isinstance(node, ast.Assign):
+        return any(isinstance(item, ast.Name) and item.id == name for item in node.targets)
+    if isinstance(node, ast.AnnAssign):
+        return isinstance(node.target, ast.Name) and node.target.id == name
+    if isinstance(node, ast.ImportFrom):
+        return node.names[0].name != "*"  # which may give it or not
+    return isinstance(node, (*fingerprint.Function, ast.ClassDef, ast.Import))
+
+
+def _is_stored(node: ast.AST) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+def _end(node: ast.stmt) -> tuple[int, int]:
+    return node.end_lineno or node.lineno, node.end_col_offset or 0
 
 
 def _words(via: Sequence[str | ast.expr]) -> str:

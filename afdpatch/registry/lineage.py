@@ -77,14 +77,15 @@ def possible(found: Sequence[Binding], before: tuple[int, int] | None = None) ->
     """
     kept: list[Binding] = []
     for item in reversed(found):
-        if (before is None or _position(item.node) < before) and item.runs:
+        if (before is None or position(item.node) < before) and item.runs:
             kept.append(item)
             if not item.within:
                 break
     return sorted(kept, key=lambda item: any(suite.name.endswith(".except") for suite in item.within))
 
 
-def _position(node: ast.stmt) -> tuple[int, int]:
+def position(node: ast.stmt) -> tuple[int, int]:
+    """Where a statement begins."""
     return node.lineno, node.col_offset
 
 
@@ -121,14 +122,14 @@ def named(tree: SourceTree, cls: Class, base: ast.expr) -> Iterator[Class]:
     """The classes that one of a class's bases may be, the likeliest first; none if it can't be followed."""
     names = _Names(tree, branches)
     for node in branches(base):
-        yield from names.visible(cls.source, cls.around, base_names(node), _position(cls.node))
+        yield from names.visible(cls.source, cls.around, base_names(node), position(cls.node))
 
 
 def mentioned(tree: SourceTree, cls: Class, base: ast.expr) -> Iterator[Class]:
     """The classes that one of a class's bases may be made of: `f(Engine)` of Engine; what is in `[…]` doesn't count."""
     names = _Names(tree, parts)
     for node in parts(base):
-        yield from names.visible(cls.source, cls.around, base_names(node), _position(cls.node))
+        yield from names.visible(cls.source, cls.around, base_names(node), position(cls.node))
 
 
 def branches(value: ast.expr) -> Iterator[ast.expr]:
@@ -220,7 +221,7 @@ class _Names:
                 yield from self.visible(other, (), onward, None)
         else:
             for value in (part for item in given(node, names[0]) for part in self._parts_of(item)):
-                yield from self.visible(source, around, _and(base_names(value), rest), _position(node))
+                yield from self.visible(source, around, _and(base_names(value), rest), position(node))
 
     def _attribute(self, cls: Class, names: Sequence[str]) -> Iterator[Class]:
         if not names:
@@ -282,7 +283,7 @@ def bound(tree: SourceTree, source: SourceFile, name: str) -> list[Binding]:
     stars = [item for item in source.top("*") if name != "*" and _gives(tree, source, item, name, set())]
     if not stars:
         return source.top(name)
-    return sorted([*source.top(name), *stars], key=lambda item: _position(item.node))
+    return sorted([*source.top(name), *stars], key=lambda item: position(item.node))
 
 
 def _gives(tree: SourceTree, source: SourceFile, star: Binding, name: str, seen: set[str]) -> bool:

@@ -34,8 +34,10 @@ def import_names(tree: SourceTree, entry: Entry, place: Any) -> Callable[[str], 
     return names
 
 
-def loads(source: SourceFile) -> Iterator[tuple[ast.Name | ast.Attribute, tuple[str, ...]]]:
-    """The names and attributes that are read when a module is imported, each with the names of the classes around it.
+def loads(source: SourceFile) -> Iterator[tuple[ast.Name | ast.Attribute, tuple[str, ...], ast.stmt]]:
+    """The names and attributes that are read when a module is imported.
+
+    Each comes with the names of the classes around it, and its statement.
 
     What stands in functions' bodies isn't, nor annotations, nor what is for type checkers only.
     """
@@ -45,7 +47,7 @@ def loads(source: SourceFile) -> Iterator[tuple[ast.Name | ast.Attribute, tuple[
         while todo:
             item = todo.pop()
             if isinstance(item, ast.Name | ast.Attribute) and isinstance(item.ctx, ast.Load):
-                yield item, classes
+                yield item, classes, statement
             skipped = "body" if isinstance(item, ast.Lambda) else "annotation"
             for field, value in ast.iter_fields(item):
                 if field != skipped:

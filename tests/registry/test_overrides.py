@@ -462,6 +462,28 @@ ASSIGNED = {
     "by a name on a condition": "from . import core\nE = core.Root if X else core.Engine\nE.run = len",
     "by a name with another": "from . import core\nX, E = 1, core.Engine\nE.run = len",
     "one of two": "if len:\n    from .fast import Engine\nelse:\n    from .core import Engine\nEngine.run = len",
+    "by a name that may have become another's": "from . import core\nE = core.Engine\nif X: E = core.Root\nE.run = len",
+    "by a name that becomes another's there": "from . import core\nE = core.Engine\nE.run, E = len, core.Root",
+    "in a loop's second round": "from . import core\nE = core.Root\nfor _ in X:\n    E.run = len\n    E = core.Engine",
+    "in a condition's second round": "from . import core\nE = X\nwhile E.run:\n    del E.run\n    E = core.Engine",
+    "after a loop over nothing": "from . import core\nE = core.Engine\nfor E in (): ...\nE.run = len",
+    "in the else of a loop over nothing": "from . import core\nE = core.Engine\nfor E in (): ...\nelse: E.run = len",
+    "after a star that may give another": "from . import core\nE = core.Engine\nfrom .maybe import *\nE.run = len",
+    "by a loop's own name": "from . import core\nfor E, E.run in ((core.Engine, len),): ...",
+    "by a star's name, later another's": "from .core import *\nEngine.run = len\nEngine = None",
+    "after what is for checkers": "from typing import TYPE_CHECKING\nfrom .core import Engine\n"
+    "if TYPE_CHECKING: Engine = None\nEngine.run = len",
+}
+# What is done to others by a name that has been the class's, or will be.
+REBOUND = {
+    "a loop's name": "for E in (core.Engine,): E.x = 1\nfor E in (core.Root,):\n    E.run = len",
+    "a loop's name, with another": "for E, x in ((core.Engine, 1),): ...\nfor E, x in ((core.Root, 1),): E.run = x",
+    "assigned": "E = core.Engine\nE = core.Root\nE.run = len",
+    "assigned later": "E = core.Root\nE.run = len\nE = core.Engine",
+    "imported": "from .core import Engine as E\nfrom .core import Root as E\nE.run = len",
+    "defined": "from .core import Engine as E\nclass E: ...\nE.run = len",
+    "by way of another": "E = core.Root\nF = E\nE = core.Engine\nF.run = len",
+    "read": "E = core.Engine\nE = core.Root\nx = E.run",
 }
 
 
@@ -490,10 +512,29 @@ def test_names_that_stand_for_each_other_lead_nowhere(world: World) -> None:
     assert world.verify() == 0
 
 
+@pytest.mark.parametrize("name", REBOUND)
+def test_a_name_stands_for_what_it_was_bound_to_last(world: World, name: str) -> None:
+    pinned(world, RUN)
+    edit(world, "other.py", f"from . import core\n{REBOUND[name]}\n")
+    assert world.verify() == 0
+    text = REBOUND[name].replace("\n", "\n    ")
+    edit(world, "other.py", f"from . import core\ndef f():\n    {text}\n")
+    assert world.verify() == (0 if name == "read" else 4)  # in a function, all that binds it counts
+
+
+def test_what_reads_a_name_later_reads_what_it_is_then(world: World) -> None:
+    pinned(world, RUN)
+    edit(world, "other.py", "from . import core\nE = core.Root\nruns = {1: (E.run for _ in X)}\nE = core.Engine\n")
+    assert world.verify() == 7
+    edit(world, "other.py", "from . import core\nE = core.Root\nruns = {1: [E.run for _ in X]}\nE = core.Engine\n")
+    assert world.verify() == 0
+
+
 @pytest.mark.parametrize("assigned", ASSIGNED.values(), ids=ASSIGNED)
 def test_an_assignment_in_another_module_is_refused_for_every_entry(world: World, assigned: str) -> None:
     for when in ("role", "always"):
         pinned(world, RUN, when)
+        world.write(f"{world.package}/maybe.py", "if X: E = None\n")
         edit(world, "other.py", assigned)
         assert world.verify() == 7
         assert (world.pin(), world.verify()) == (0, 7)
