@@ -15,7 +15,7 @@ from typing import TypeGuard
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.census import as_word, held_lines
-from afdpatch.registry.lineage import bound, branches, given, imported, position, possible
+from afdpatch.registry.lineage import bound, bound_before, branches, given, imported, position, possible
 from afdpatch.registry.lock import Keeper
 from afdpatch.registry.overrides import overrides_of
 from afdpatch.registry.scope import Binding, at_import, bindings, dotted
@@ -390,7 +390,6 @@ class _Reader:
         self,
         names: Sequence[str],
         local: Mapping[str, list[Binding]] | None = None,
-        seen: set[ast.stmt] | None = None,
         at: ast.stmt | None = None,
     ) -> set[str]:
         """Where a dotted name may lead, as far as it can be followed.
@@ -398,39 +397,39 @@ class _Reader:
         Args:
             names: the dotted name.
             local: the names of a function.
-            seen: the statements that were followed.
             at: the statement of the module that uses it when it is imported; None: some function does at any time.
         """
-        found = (local or {}).get(names[0]) or bound(self._tree, self._source, names[0]) if names else []
-        found = self._current(found, names[0], at) if at is not None and len(found) > 1 else found
-        if names and not found:
-            return self._tree.definitions(self._source.module, ".".join(names))  # by `import *`, perhaps
-        ends, seen = set[str](), set() if seen is None else seen
-        for node in (binding.node for binding in found):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                module, onward = imported(self._tree, self._source, node, names)
-                if onward and module.partition(".")[0] == self._tree.package:
-                    ends |= self._tree.definitions(module, ".".join(onward))
-                continue
-            values = [part for value in given(node, names[0]) for part in branches(value)] if names[1:] else []
-            others = [other for other in map(dotted, values) if other]
-            if others and node not in seen:  # `E = core.Engine`
-                seen.add(node)
-                for other in others:
-                    ends |= self._ends([*other, *names[1:]], local, seen, at and node)
-            else:
-                ends.add(f"{self._source.module}:{'.'.join(names)}")
+        ends, seen, todo = set[str](), set[ast.stmt](), [(names, at)] if names else []
+        while todo:
+            names, at = todo.pop()
+            found = (local or {}).get(names[0]) or bound(self._tree, self._source, names[0])
+            if not found:  # by `import *`, perhaps
+                ends |= self._tree.definitions(self._source.module, ".".join(names))
+            for node in (item.node for item in (found if at is None else self._current(found, names[0], at))):
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    module, onward = imported(self._tree, self._source, node, names)
+                    if onward and module.partition(".")[0] == self._tree.package:
+                        ends |= self._tree.definitions(module, ".".join(onward))
+                    continue
+                values = [part for value in given(node, names[0]) for part in branches(value)] if names[1:] else []
+                others = [other for other in map(dotted, values) if other]
+                if others and node not in seen:  # `E = core.Engine`
+                    seen.add(node)
+                    todo += [([*other, *names[1:]], at and node) for other in others]
+                else:
+                    ends.add(f"{self._source.module}:{'.'.join(names)}")
         return ends
 
-    def _current(self, found: list[Binding], name: str, at: ast.stmt) -> list[Binding]:
+    def _current(self, found: Sequence[Binding], name: str, at: ast.stmt) -> Sequence[Binding]:
         """The bindings of a name that may be what it stands for at a statement of the module, or in it."""
-        if any(isinstance(item, ast.GeneratorExp) for part in fingerprint.own_parts(at) for item in ast.walk(part)):
+        parts = fingerprint.own_parts(at) if found[1:] else ()
+        if any(isinstance(item, ast.GeneratorExp) for part in parts for item in ast.walk(part)):
             return found  # it goes on reading when later statements have run
         loops = (node for node in self._loops if position(node) <= position(at) <= _end(node))
-        until = max(map(_end, loops), default=position(at))
-        come = [item for item in found if item.node is at or position(item.node) < until]
-        first = max((index for index, item in enumerate(come) if _is_bound_by(item, name, at)), default=0)
-        return come[first:] or found
+        come = bound_before(found, max(map(_end, loops), default=position(at)))
+        own = [item for item in found[len(come) : len(come) + 1] if item.node is at]
+        first = (index for index in reversed(range(len(come))) if _is_bound_by(come[index], name, at))
+        return [*come[next(first, 0) :], *own] or found
 
     @cached_property
     def _loops(self) -> list[ast.stmt]:

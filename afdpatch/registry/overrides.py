@@ -174,11 +174,14 @@ def subclasses(tree: SourceTree, owner: Class) -> Iterator[Class]:
     A class made of what a call makes of one (`class Sub(mixed(Engine))`) is among them.
     """
     known, todo = {owner}, [owner]
+    made_of: dict[Class, set[Class]] = {}
     while todo:
         wanted = todo.pop()
         for source in _sources(tree, wanted):
             for item in source.classes:
-                if item not in known and any(wanted in mentioned(tree, item, base) for base in item.node.bases):
+                if item not in made_of:
+                    made_of[item] = {one for base in item.node.bases for one in mentioned(tree, item, base)}
+                if item not in known and wanted in made_of[item]:
                     known.add(item)
                     todo.append(item)
                     yield item

@@ -171,28 +171,37 @@ def _makes_dataclasses(tree: SourceTree, source: SourceFile, decorator: ast.expr
     )
 
 
-def _origin(tree: SourceTree, source: SourceFile, node: ast.expr, seen: tuple[str, ...] = ()) -> str:
+def _origin(tree: SourceTree, source: SourceFile, node: ast.expr) -> str:
     """The last name of what a decorator or a base is: `cache` of `functools.cache`, and of `memo` if that is it.
 
     Imports of a plain name are followed, and assignments to it; what the package defines itself has no such name.
     """
-    if isinstance(node, ast.Call | ast.Subscript):
-        return _origin(tree, source, node.func if isinstance(node, ast.Call) else node.value, seen)
-    if not isinstance(node, ast.Name):
-        return last_name(node)
-    where = tree.definition(source.module, node.id)
-    module, _, name = where.partition(":")
-    home = tree.file(module)
-    bound = [item.node for item in home.top(name)] if home is not None else []
-    if home is None or not bound:
-        return name
-    found = ""
-    for statement in bound if where not in seen else ():
-        if isinstance(statement, ast.ImportFrom):
-            found = alias_of(statement, name).name or found
-        elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
-            found = _origin(tree, home, statement.value, (*seen, where)) or found
-    return found
+    seen = set[str]()
+    todo: list[tuple[SourceFile, ast.expr | str]] = [(source, node)]
+    while todo:
+        source, found = todo.pop()
+        if isinstance(found, str):
+            return found
+        node = found
+        while isinstance(node, ast.Call | ast.Subscript):
+            node = node.func if isinstance(node, ast.Call) else node.value
+        if not isinstance(node, ast.Name):
+            if name := last_name(node):
+                return name
+            continue
+        where = tree.definition(source.module, node.id)
+        module, _, name = where.partition(":")
+        home = tree.file(module)
+        bound = [item.node for item in home.top(name)] if home is not None else []
+        if home is None or not bound:
+            return name
+        for statement in bound if where not in seen else ():
+            if isinstance(statement, ast.ImportFrom):
+                todo.append((home, alias_of(statement, name).name))
+            elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+                todo.append((home, statement.value))
+        seen.add(where)
+    return ""
 
 
 def last_name(node: ast.expr) -> str:

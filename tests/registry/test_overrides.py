@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from afdpatch.registry import NotInEffect, PatchSet
+from afdpatch.registry import NotInEffect, PatchSet, SourceTree
 from afdpatch.registry.overrides import leads
 from tests.registry.conftest import World
 
@@ -394,6 +394,64 @@ def test_a_long_line_is_searched_in_linear_time(world: World, words: str) -> Non
     start = time.process_time()
     assert world.verify() == 0
     assert time.process_time() - start < 3
+
+
+@pytest.mark.parametrize("words", ["from.", "from .", ". import ", "free ", "fromfree", "import "])
+def test_a_long_line_is_searched_for_stars_in_linear_time(world: World, words: str) -> None:
+    pinned(world, "PKG.core:free")
+    world.write(f"{world.package}/data.py", f"X = '{words * 20_000}'  # import *\nfree = 1\n")
+    start = time.process_time()
+    assert world.verify() == 0
+    assert time.process_time() - start < 3
+
+
+# How a name may lead to the class a thousand times: before, for each number, and after.
+CHAINS = {
+    "aliases": ("from .core import Engine as E0", "E{1} = E{0}", "class S(E1000): run = len"),
+    "assignments": ("from .core import Engine as E0", "E{1} = E{0}", "E1000.run = len"),
+    "one name": ("from .core import Engine as E", "E = E", "class S(E): run = len"),
+    "one of two": ("from .core import Engine as E0", "if X: E{1} = E{0}\nelse: E{1} = X or E{0}", "E1000.run = len"),
+    "in a function": ("def f():\n from .core import Engine as E0", " E{1} = E{0}", " class S(E1000): run = len"),
+    "in a class": ("from .core import Engine\nclass A:\n E0 = Engine", " E{1} = E{0}", "class S(A.E1000): run = len"),
+    "subclasses": ("from .core import Engine as E0", "class E{1}(E{0}): ...", "class S(E1000): run = len"),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_name_is_followed_a_thousand_times(world: World, name: str) -> None:
+    pinned(world, RUN)
+    before, each, after = CHAINS[name]
+    text = [before, *(each.format(number, number + 1) for number in range(1000)), after]
+    world.write(f"{world.package}/other.py", "\n".join(text) + "\n")
+    start = time.process_time()
+    assert world.verify() == (7 if "E1000.run" in after else 4)
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize("text", ["from .m{} import Engine, free", "from .m{} import *"])
+def test_a_name_is_followed_through_hundreds_of_modules(world: World, text: str) -> None:
+    pinned(world, RUN)
+    world.write(f"{world.package}/m0.py", "from .core import Engine, free\n")
+    for number in range(600):
+        world.write(f"{world.package}/m{number + 1}.py", text.format(number))
+    world.write(f"{world.package}/other.py", "from .m600 import Engine\nclass S(Engine): run = len\nEngine.run = len\n")
+    assert world.verify() == 7
+    tree = SourceTree.at(world.package, world.site)
+    assert tree.definition(f"{world.package}.m600", "free") == f"{world.package}.core:free"
+
+
+def test_the_lineage_of_a_class_below_a_thousand_is_known_from_its_end(world: World) -> None:
+    text = ["class B0:\n    def run(self): ...", *(f"class B{number + 1}(B{number}): ..." for number in range(1000))]
+    world.write(f"{world.package}/core.py", "\n".join(text) + "\n")
+    tree = SourceTree.at(world.package, world.site)
+    assert tree.resolve(f"{world.package}.core:B1000.run").defined_as == f"{world.package}.core:B0.run"
+
+
+def test_what_a_decorator_is_called_is_followed_a_thousand_times(world: World) -> None:
+    text = ["import functools\nC0 = functools.cache", *(f"C{number + 1} = C{number}" for number in range(1000))]
+    world.write(f"{world.package}/core.py", "\n".join([*text, "@C1000\ndef free(x, scale=2): ...\n"]))
+    world.declare(world.entry())
+    assert (world.pin(), world.verify()) == (0, 2)
 
 
 @pytest.mark.parametrize("name", READ)
