@@ -379,7 +379,7 @@ class _Reader:
         Most files don't, and need no walk through their functions.
         """
         last = as_word(self._qualname.rpartition(".")[2])
-        ways = rb"\.%s[^\n=(]{0,200}=(?!=)|\b(?:for|as|del|global)\b[^\n]{0,200}%s" % (last, last)
+        ways = rb"\.%s(?:[^\n=(]|\\\r?\n){0,200}=(?!=)|\b(?:for|as|del|global)\b[^\n]{0,200}%s" % (last, last)
         return re.search(ways, self._source.data) is not None
 
     @cached_property

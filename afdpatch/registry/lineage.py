@@ -268,13 +268,12 @@ class _Names:
 
 def given(node: ast.stmt, name: str) -> list[ast.expr]:
     """What a statement may give to a name: its value, or the part that stands where the name does; a loop's items."""
+    pairs: list[tuple[ast.expr, ast.expr]] = [(item.target, item.value) for item in walruses(node)]
     if isinstance(node, ast.For) and isinstance(node.iter, ast.List | ast.Tuple):
-        pairs = [(node.target, item) for item in node.iter.elts]
+        pairs += [(node.target, item) for item in node.iter.elts]
     elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        pairs = [(target, node.value) for target in targets]
-    else:
-        return []
+        pairs += [(target, node.value) for target in targets]
     found = []
     for target, value in pairs:
         inner = [(target, value)]
@@ -282,6 +281,11 @@ def given(node: ast.stmt, name: str) -> list[ast.expr]:
             inner = list(zip(target.elts, value.elts, strict=False))
         found += [part for one, part in inner if not isinstance(one, ast.Name) or one.id == name]
     return found
+
+
+def walruses(node: ast.stmt) -> list[ast.NamedExpr]:
+    """The `name := value` in what a statement evaluates itself."""
+    return [item for part in fingerprint.own_parts(node) for item in ast.walk(part) if isinstance(item, ast.NamedExpr)]
 
 
 def _and(names: Sequence[str], rest: Sequence[str]) -> list[str]:

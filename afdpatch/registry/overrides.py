@@ -20,15 +20,15 @@ from afdpatch.registry.unsound import generates, last_name
 _FAR = 2000
 """The longest head of a class that is looked at, in bytes."""
 _PLAIN_HEAD = re.compile(rb"class\s+[^\s(:\[]+\s*(?:\([^()#'\"\[]*\)\s*)?:")
-_TEXTS = re.compile(rb"#[^\n]*|'[^'\n]*'|\"[^\"\n]*\"")
+_TEXTS = re.compile(rb"#[^\n]*|'[^'\n]*'|\"[^\"\n]*\"|(\\\r?\n)")
 _GROUP = re.compile(rb"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}")
 _OPEN = re.compile(rb"[(\[{][^)\]}]*\Z")
 _OPEN_HEAD = re.compile(rb"class\b[^:(]*\(")
-_RENAMED = re.compile(rb"[\s\\]+as\s")
+_RENAMED = re.compile(rb"[\s\\]+as[\s\\]")
 _WORD = re.compile(rb"[\w\x80-\xff]")
 _GOES_ON = re.compile(rb"[\w\x80-\xff]|\s*[.(]")
 _IN_TABLE = re.compile(rb"\{|['\"][^\n]*\Z")  # or in a text
-_IS_ALIAS = re.compile(rb"(?<![=!<>])=\s*(?:[^\W\d][\w.]*\.)?\Z")
+_IS_ALIAS = re.compile(rb"(?<![=!<>])=[\s\\]*(?:[^\W\d][\w.]*\.)?\Z")
 _ENDS_LINE = re.compile(rb"\s*(?:;|#|\r?\n|\Z)")
 _ASSIGNS = re.compile(rb"\s*[^\W\d][\w\x80-\xff., \t]*(?::[^=]*)?=(?!=)")
 
@@ -224,12 +224,12 @@ def _is_assigned(data: bytes, at: int, end: int) -> bool:
     text = _plain(data[max(0, at - _FAR) : at])
     opened = _OPEN.search(text)
     begin = text.rfind(b"\n", 0, opened.start() if opened else len(text)) + 1
-    return _ASSIGNS.match(text, begin) is not None and not _IN_TABLE.search(text, begin)
+    return b":=" in text[begin:] or (_ASSIGNS.match(text, begin) is not None and not _IN_TABLE.search(text, begin))
 
 
 def _plain(text: bytes) -> bytes:
-    """A text without comments, texts and what is in brackets."""
-    text = _TEXTS.sub(b"", text)
+    """A text without comments, texts and what is in brackets; lines that a backslash joins are one."""
+    text = _TEXTS.sub(lambda found: b" " if found[1] else b"", text)
     while text != (text := _GROUP.sub(b"", text)):
         pass
     return text

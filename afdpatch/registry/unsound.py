@@ -28,8 +28,19 @@ MADE = {
     "singledispatchmethod": "functools.singledispatchmethod",
 }
 """Decorators that leave another object than a function, by the last name of where they are defined."""
-GENERATED = {"init": ("__init__",), "repr": ("__repr__",), "eq": ("__eq__", "__hash__")}
-"""What a dataclass has of its own if it isn't written, by the option that says no."""
+GENERATED = {
+    "init": ("__init__",),
+    "repr": ("__repr__",),
+    "eq": ("__eq__", "__hash__"),
+    "match_args": ("__match_args__",),
+    "unsafe_hash": ("__hash__",),
+    "order": ("__lt__", "__le__", "__gt__", "__ge__"),
+    "frozen": ("__setattr__", "__delattr__"),
+    "slots": ("__getstate__", "__setstate__"),
+}
+"""What a dataclass has of its own if it isn't written, by the option that says so."""
+_DEFAULTS = ("init", "repr", "eq", "match_args")
+"""The options that say yes if they aren't given."""
 _ENUMERATION, _TUPLE, _DATACLASS = "an enumeration", "a named tuple", "a dataclass"
 FIELDS = {
     "Enum": _ENUMERATION,
@@ -135,14 +146,34 @@ def generates(tree: SourceTree, cls: Class, name: str) -> bool:
     none = [("typing", "ClassVar"), *([("dataclasses", "InitVar")] if kind == _DATACLASS else [])]
     if kind and not all(any(_is_of(cls.source, node.annotation, *one) for one in none) for node in bare):
         return True
-    options = {option for option, methods in GENERATED.items() if name in methods}
-    return any(
-        not any(
-            item.arg in options and getattr(item.value, "value", None) is False
-            for item in getattr(decorator, "keywords", [])
-        )
-        for decorator in (_dataclass_decorators(tree, cls) if options else ())
-    )
+    options = [option for option, methods in GENERATED.items() if name in methods]
+    decorators = _dataclass_decorators(tree, cls) if options else []
+    return any(_may_be_on(cls.source, decorator, option) for decorator in decorators for option in options)
+
+
+def _may_be_on(source: SourceFile, decorator: ast.expr, option: str) -> bool:
+    """Whether a decorator may make a dataclass with an option.
+
+    It doesn't if it says so, or by default if all that it says is seen: by no function of the package around it, no
+    table of options, and no configuration, which may say `frozen`.
+    """
+    given = {item.arg: item.value for item in getattr(decorator, "keywords", [])}
+    if option in given:
+        return getattr(given[option], "value", None) is not False
+    if option in _DEFAULTS or {None, "config"}.intersection(given):
+        return True
+    names = dotted(decorator.func if isinstance(decorator, ast.Call) else decorator)
+    found = source.top(names[0]) if names[-1:] == ["dataclass"] else []
+    return not found or not all(_is_from_outside(source, item.node, names[0]) for item in found)
+
+
+def _is_from_outside(source: SourceFile, node: ast.stmt, name: str) -> bool:
+    """Whether a statement imports a name from another package, and under the name that it has there."""
+    if isinstance(node, ast.ImportFrom):
+        module = source.absolute(node) if alias_of(node, name).name == name else source.module
+    else:
+        module = alias_of(node, name).name if isinstance(node, ast.Import) else source.module
+    return module.partition(".")[0] != source.module.partition(".")[0]
 
 
 def _dataclass_decorators(tree: SourceTree, cls: Class) -> list[ast.expr]:

@@ -156,6 +156,18 @@ SUBCLASSES = {
     "a text among the bases": f"from .core import Engine\nclass S(G['a)'], Engine){BODY}",
     "another name": f"from .core import Engine\nBase = Engine\nclass S(Base){BODY}",
     "another name, annotated": f"from . import core\nBase: type = core.Engine  # it\nclass S(Base){BODY}",
+    "another name in an expression": f"from . import core\nprint(Base := core.Engine)\nclass S(Base){BODY}",
+    "another name in a condition": f"from .core import Engine\nif (Base := X or Engine): ...\nclass S(Base){BODY}",
+    "another name in a value": f"from .core import Engine\nx = [\n    (Base := Engine),\n]\nclass S(Base){BODY}",
+    "another name in an expression, elsewhere": f"from .walrus import Base\nclass S(Base){BODY}",
+    "another name on the next line": f"from . import core\nBase = \\\n    core.Engine\nclass S(Base){BODY}",
+    "another name by a call on the next line": "from .core import Engine\n"
+    f"Base = \\\n    mixed(Engine, X)\nclass S(Base){BODY}",
+    "another name on the line after": f"from .core import Engine\nBase \\\n    = Engine\nclass S(Base){BODY}",
+    "another name or, on the next line": f"from .core import Engine\nBase = Engine \\\n    or X\nclass S(Base){BODY}",
+    "another name below a comment with a backslash": "from .core import Engine\n"
+    f"# a \\\nBase = mixed(Engine, X)\nclass S(Base){BODY}",
+    "renamed over lines": f"from .core import Engine as\\\n    Base\nclass S(Base){BODY}",
     "another name in a function": f"from . import core\ndef f():\n    B = core.Engine\n    class S(B){DEEP}",
     "imported on under another name": f"from .again import Base\nclass S(Base){BODY}",
     "assigned on under another name": f"from .again import Other\nclass S(Other){BODY}",
@@ -263,6 +275,7 @@ def test_a_class_that_an_import_takes_the_place_of_has_moved(world: World, text:
 @pytest.mark.parametrize("name", SUBCLASSES)
 def test_an_override_is_seen_however_its_class_is_written(world: World, name: str) -> None:
     world.write(f"{world.package}/again.py", "from .core import Engine as Base\nOther = Base\n")
+    world.write(f"{world.package}/walrus.py", "from . import core\nif (Base := core.Engine): ...\n")
     world.write(f"{world.package}/made.py", "from . import core\nMixed = cast(type, mixed(core.Engine))\n")
     pinned(world, RUN)
     world.write(f"{world.package}/other.py", SUBCLASSES[name])
@@ -286,6 +299,13 @@ def test_an_override_is_seen_however_its_class_is_written(world: World, name: st
         ("A = Engine\\\n.b", True),
         ("A = Engine.b", False),
         ("A = MyEngine", False),
+        ("A = \\\n    x.Engine", True),
+        ("A = f(1, \\\r\n    Engine", True),
+        ("(A := Engine", True),
+        ("if (A := x.Engine) or B: ...", True),
+        ("A[x:=Engine", True),
+        ("(a := 1, Engine", True),
+        ("(a := 1), Engine", False),
         ("f(\n    a=Engine,\n)", False),
         ("A = {\n    'a': Engine,\n}", False),
         ("A = 'a', 'Engine'", False),
@@ -519,6 +539,10 @@ ASSIGNED = {
     "by a loop's name": "from . import core\nfor E, run in ((core.Root, 1), (core.Engine, len)):\n    E.run = run",
     "by a name on a condition": "from . import core\nE = core.Root if X else core.Engine\nE.run = len",
     "by a name with another": "from . import core\nX, E = 1, core.Engine\nE.run = len",
+    "by a name in an expression": "from . import core\nif (E := core.Engine): E.run = len",
+    "by a name in an expression or before": "from . import core\nE = core.Engine\nX and (E := core.Root)\nE.run = len",
+    "over lines": "from . import core\ncore.Engine.run \\\n    = len",
+    "by a name over lines": "from . import core\nE = \\\n    core.Engine\nE.run = len",
     "one of two": "if len:\n    from .fast import Engine\nelse:\n    from .core import Engine\nEngine.run = len",
     "by a name that may have become another's": "from . import core\nE = core.Engine\nif X: E = core.Root\nE.run = len",
     "by a name that becomes another's there": "from . import core\nE = core.Engine\nE.run, E = len, core.Root",
@@ -685,13 +709,67 @@ GENERATED = {
         0,
     ),
     "an annotation": (RUN, "class S(Engine):\n    run: object\n", 0),
+    "what a frozen one has": ("Engine.__setattr__", "@dataclasses.dataclass(frozen=True)\nclass S(Engine): ...\n", 4),
+    "what one has that may be frozen": (
+        "Engine.__setattr__",
+        "@dataclasses.dataclass(frozen=X)\nclass S(Engine): ...\n",
+        4,
+    ),
+    "what one has whose options aren't seen": (
+        "Engine.__lt__",
+        "@dataclasses.dataclass(**X)\nclass S(Engine): ...\n",
+        4,
+    ),
+    "what one has by another name": (
+        "Engine.__setattr__",
+        "frozen = dataclasses.dataclass(frozen=True)\n@frozen\nclass S(Engine): ...\n",
+        4,
+    ),
+    "what one has by a function of the package": (
+        "Engine.__setattr__",
+        "from typing import dataclass_transform\n@dataclass_transform()\n"
+        "def config(c): return dataclasses.dataclass(c, frozen=True)\n"
+        "@config\nclass S(Engine): ...\n",
+        4,
+    ),
+    "what one has by a function of its name": (
+        "Engine.__setattr__",
+        "dataclass = dataclasses.dataclass(frozen=True)\n@dataclass\nclass S(Engine): ...\n",
+        4,
+    ),
+    "what one has by its configuration": (
+        "Engine.__setattr__",
+        "from pydantic.dataclasses import dataclass\n@dataclass(config={'frozen': True})\nclass S(Engine): ...\n",
+        4,
+    ),
+    "what only a frozen one has, by name": (
+        "Engine.__setattr__",
+        "from dataclasses import dataclass\n@dataclass(order=True)\nclass S(Engine): ...\n",
+        0,
+    ),
+    "what only a frozen one has": ("Engine.__setattr__", "@dataclasses.dataclass\nclass S(Engine): ...\n", 0),
+    "what an ordered one has": ("Engine.__lt__", "@dataclasses.dataclass(order=True)\nclass S(Engine): ...\n", 4),
+    "what only an ordered one has": (
+        "Engine.__lt__",
+        "@dataclasses.dataclass(order=False, frozen=True)\nclass S(Engine): ...\n",
+        0,
+    ),
+    "what one with a hash has": (
+        "Engine.__hash__",
+        "@dataclasses.dataclass(eq=False, unsafe_hash=True)\nclass S(Engine): ...\n",
+        4,
+    ),
+    "what one with slots has": ("Engine.__getstate__", "@dataclasses.dataclass(slots=True)\nclass S(Engine): ...\n", 4),
 }
 
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_what_a_dataclass_has_of_its_own_is_an_override(world: World, name: str) -> None:
     target, text, expected = GENERATED[name]
+    method = target.rpartition(".")[2]
     world.write(f"{world.package}/core.py", BASE)
+    if method not in BASE:
+        world.core("class Sub(Engine)", f"    def {method}(self, *args): ...\n\n\nclass Sub(Engine)")
     world.declare(world.entry(f"PKG.core:{target.rpartition(':')[2]}", id="a", replacement="OURS.patches:run"))
     assert (world.pin(), world.verify()) == (0, 0)
     world.write(f"{world.package}/other.py", f"{DATACLASS}{text}")
