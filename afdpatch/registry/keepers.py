@@ -452,20 +452,10 @@ def _is_bound_by(binding: Binding, name: str, at: ast.stmt) -> bool:
     node = binding.node
     if binding.within or not position(node) < position(at):
         return False
-    if isinstance(node, ast.For | ast.AsyncFor):
-        inside = position(at) <= _end(node.body[-1])  # it may have run for no item when what follows comes
-        return inside and name in {item.id for item in ast.walk(node.target) if _is_stored(item)}
-    if isinstance(node, ast.Assign):
-        return any(isinstance(item, ast.Name) and item.id == name for item in node.targets)
-    if isinstance(node, ast.AnnAssign):
-        return isinstance(node.target, ast.Name) and node.target.id == name
-    if isinstance(node, ast.ImportFrom):
-        return node.names[0].name != "*"  # which may give it or not
-    return isinstance(node, (*fingerprint.Function, ast.ClassDef, ast.Import))
-
-
-def _is_stored(node: ast.AST) -> TypeGuard[ast.Name]:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    if isinstance(node, ast.For | ast.AsyncFor) and position(at) <= _end(node.body[-1]):  # within its body
+        stored = (item for item in ast.walk(node.target) if isinstance(item, ast.Name))
+        return any(item.id == name and isinstance(item.ctx, ast.Store) for item in stored)
+    return binding.sure
 
 
 def _end(node: ast.stmt) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from afdpatch.registry import fingerprint
@@ -70,7 +70,7 @@ def _name(node: ast.AST) -> str:
 def possible(found: Sequence[Binding], before: tuple[int, int] | None = None) -> list[Binding]:
     """The bindings of a name that may be what it stands for, the likeliest first.
 
-    The last one comes first, what an `except` binds after the rest; an unconditional one ends them.
+    The last one comes first, what an `except` binds after the rest; one that is sure and unconditional ends them.
 
     Args:
         found: the bindings, in the order of the source.
@@ -80,7 +80,7 @@ def possible(found: Sequence[Binding], before: tuple[int, int] | None = None) ->
     for item in reversed(found if before is None else bound_before(found, before)):
         if item.runs:
             kept.append(item)
-            if not item.within:
+            if item.sure and not item.within:
                 break
     return sorted(kept, key=lambda item: any(suite.name.endswith(".except") for suite in item.within))
 
@@ -271,7 +271,7 @@ def given(node: ast.stmt, name: str) -> list[ast.expr]:
     pairs: list[tuple[ast.expr, ast.expr]] = [(item.target, item.value) for item in walruses(node)]
     if isinstance(node, ast.For) and isinstance(node.iter, ast.List | ast.Tuple):
         pairs += [(node.target, item) for item in node.iter.elts]
-    elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+    elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         pairs += [(target, node.value) for target in targets]
     found = []
@@ -319,7 +319,23 @@ def bound(tree: SourceTree, source: SourceFile, name: str) -> list[Binding]:
     stars = [item for item in source.top("*") if name != "*" and _gives(tree, source, item, name)]
     if not stars:
         return source.top(name)
+    stars = [replace(item, sure=_surely_gives(tree, source, item, name)) for item in stars]
     return sorted([*source.top(name), *stars], key=lambda item: position(item.node))
+
+
+def _surely_gives(tree: SourceTree, source: SourceFile, star: Binding, name: str) -> bool:
+    """Whether an `import *` is sure to give a name: its module's own, or that of the last star there."""
+    seen: set[str] = set()
+    stars = [star]
+    while stars and isinstance(stars[-1].node, ast.ImportFrom):
+        other = tree.file(source.absolute(stars[-1].node))
+        if other is None or other.module in seen or not other.parses or not other.surely_exports(name):
+            return False
+        seen.add(other.module)
+        if any(item.sure and not (item.within or isinstance(item.node, ast.Delete)) for item in other.top(name)[-1:]):
+            return True
+        source, stars = other, [item for item in other.top("*") if not item.within]
+    return False
 
 
 def _gives(tree: SourceTree, source: SourceFile, star: Binding, name: str) -> bool:

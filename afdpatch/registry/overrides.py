@@ -30,7 +30,7 @@ _GOES_ON = re.compile(rb"[\w\x80-\xff]|\s*[.(]")
 _IN_TABLE = re.compile(rb"\{|['\"][^\n]*\Z")  # or in a text
 _IS_ALIAS = re.compile(rb"(?<![=!<>])=[\s\\]*(?:[^\W\d][\w.]*\.)?\Z")
 _ENDS_LINE = re.compile(rb"\s*(?:;|#|\r?\n|\Z)")
-_ASSIGNS = re.compile(rb"\s*[^\W\d][\w\x80-\xff., \t]*(?::[^=]*)?=(?!=)")
+_ASSIGNS = re.compile(rb"\s*[^\W\d][\w\x80-\xff., \t]*(?:[+|]|:[^=]*)?=(?!=)")
 
 
 def overrides_of(tree: SourceTree, target: str, kind: str) -> Iterator[Keeper]:

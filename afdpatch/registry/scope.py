@@ -30,10 +30,18 @@ class Suite(NamedTuple):
 
 @dataclass(frozen=True)
 class Binding:
-    """One statement that binds a name, and the suites that it stands in, the outermost first."""
+    """One statement that binds a name.
+
+    Attributes:
+        node: the statement.
+        within: the suites that it stands in, the outermost first.
+        sure: whether the name is nothing any more that it was before, once the statement has run. A loop may run over
+            nothing, a case may not fit, `:=` not be reached, and a star not give it.
+    """
 
     node: ast.stmt
     within: tuple[Suite, ...]
+    sure: bool = True
 
     @property
     def runs(self) -> bool:
@@ -79,8 +87,9 @@ def bindings(statements: Sequence[ast.stmt]) -> dict[str, list[Binding]]:
     """
     table: dict[str, list[Binding]] = {}
     for node, within in _statements(statements):
+        sure = set(_surely(node))
         for name in _names(node):
-            table.setdefault(name, []).append(Binding(node, within))
+            table.setdefault(name, []).append(Binding(node, within, name in sure))
     return table
 
 
@@ -162,6 +171,18 @@ def _names(node: ast.stmt) -> Iterator[str]:
         yield from (_bound(node, alias) for alias in node.names)
     elif not _is_bare_annotation(node):
         yield from dict.fromkeys(name for part in fingerprint.own_parts(node) for name in _bound_in(part))
+
+
+def _surely(node: ast.stmt) -> Iterator[str]:
+    """Those of a statement's names that it binds, or deletes, whenever it runs."""
+    if isinstance(node, (*fingerprint.Function, ast.ClassDef, ast.Import, ast.ImportFrom)):
+        yield from (name for name in _names(node) if name != "*")
+    elif isinstance(node, ast.Assign | ast.Delete):
+        yield from (name for target in node.targets for name in _bound_in(target))
+    elif isinstance(node, ast.AnnAssign):
+        yield from _bound_in(node.target)
+    elif isinstance(node, ast.With | ast.AsyncWith):
+        yield from (name for item in node.items if item.optional_vars for name in _bound_in(item.optional_vars))
 
 
 def _is_bare_annotation(node: ast.stmt) -> bool:

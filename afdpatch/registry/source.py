@@ -178,7 +178,7 @@ class SourceFile:
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     table.setdefault(alias.name, set()).update([alias.asname] if alias.asname else [])
-            elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
                 _add_names(table, node.targets if isinstance(node, ast.Assign) else [node.target], node.value)
             for item in walruses(node) if walrus else ():
                 _add_names(table, [item.target], item.value)
@@ -199,6 +199,12 @@ class SourceFile:
         """Whether `import *` may take a name, if the module has it."""
         names, certain = self._exported
         return name in names or not (certain or name.startswith("_"))
+
+    def surely_exports(self, name: str) -> bool:
+        """Whether `import *` is sure to take a name, if the module has it."""
+        names, certain = self._exported
+        listed = certain and name in names and len(self.top("__all__")) == 1
+        return listed or not (b"__all__" in self.data or name.startswith("_"))
 
 
 def _add_names(table: dict[str, set[str]], targets: Sequence[ast.expr], value: ast.expr) -> None:

@@ -156,6 +156,16 @@ SUBCLASSES = {
     "a text among the bases": f"from .core import Engine\nclass S(G['a)'], Engine){BODY}",
     "another name": f"from .core import Engine\nBase = Engine\nclass S(Base){BODY}",
     "another name, annotated": f"from . import core\nBase: type = core.Engine  # it\nclass S(Base){BODY}",
+    "another name that may have become another's": "from .core import Engine, Root\n"
+    f"Base = Engine\nX and (Base := Root)\nclass S(Base){BODY}",
+    "another name after a loop over nothing": "from .core import Engine\n"
+    f"Base = Engine\nfor Base in (): ...\nclass S(Base){BODY}",
+    "another name after a case": "from .core import Engine\n"
+    f"Base = Engine\nmatch X:\n    case [Base]: ...\nclass S(Base){BODY}",
+    "a star after it, which may give another": f"from .core import Engine\nfrom .maybe import *\nclass S(Engine){BODY}",
+    "a tuple of bases that grew": f"from .core import Engine\nBASES = (Engine,)\nBASES += (X,)\nclass S(*BASES){BODY}",
+    "a tuple of bases that it came into": "from .core import Engine\n"
+    f"BASES = (X,)\nBASES += (Engine,)\nclass S(*BASES){BODY}",
     "another name in an expression": f"from . import core\nprint(Base := core.Engine)\nclass S(Base){BODY}",
     "another name in a condition": f"from .core import Engine\nif (Base := X or Engine): ...\nclass S(Base){BODY}",
     "another name in a value": f"from .core import Engine\nx = [\n    (Base := Engine),\n]\nclass S(Base){BODY}",
@@ -275,6 +285,7 @@ def test_a_class_that_an_import_takes_the_place_of_has_moved(world: World, text:
 @pytest.mark.parametrize("name", SUBCLASSES)
 def test_an_override_is_seen_however_its_class_is_written(world: World, name: str) -> None:
     world.write(f"{world.package}/again.py", "from .core import Engine as Base\nOther = Base\n")
+    world.write(f"{world.package}/maybe.py", "if X: Engine = None\n")
     world.write(f"{world.package}/walrus.py", "from . import core\nif (Base := core.Engine): ...\n")
     world.write(f"{world.package}/made.py", "from . import core\nMixed = cast(type, mixed(core.Engine))\n")
     pinned(world, RUN)
@@ -361,6 +372,7 @@ GOES_ON = {
     "by an annotated name": ("s: object = super(Sub, self)\n        return s.run(x)", 0),
     "by a name with another": ("s, t = super(), 1\n        return s.run(x)", 0),
     "by a name in an expression": ("return (s := super()).run(x)", 0),
+    "by a name in an expression before": ("(s := super())\n        return s.run(x)", 0),
     "by one of two": ("return (super() if x else super(Sub, self)).run(x)", 0),
     "by a name for itself too": ("s = super()\n        s = self\n        return s.run(x)", 4),
     "by a name for itself on a condition": ("s = super() if x else self\n        return s.run(x)", 4),
