@@ -18,7 +18,7 @@ from afdpatch.registry.census import as_word, held_lines
 from afdpatch.registry.lineage import bound, bound_before, branches, given, imported, position, possible
 from afdpatch.registry.lock import Keeper
 from afdpatch.registry.overrides import overrides_of
-from afdpatch.registry.scope import Binding, at_import, bindings, dotted
+from afdpatch.registry.scope import COMPREHENSIONS, Binding, at_import, bindings, dotted
 from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent
 from afdpatch.registry.unsound import last_name
 from afdpatch.registry.values import loads
@@ -349,7 +349,7 @@ class _Reader:
         own = bool(self._inside) and self._source.module == self._home
         if own and [*self._inside, *names] == self._qualname.split("."):
             return True
-        if names and self._source.is_of_class(self._inside, names[0], node):
+        if len(names) == 1 and self._source.is_of_class(self._inside, names[0], node):
             return False
         ends = self._ends(names, at=self._at)
         return self._target in ends or self._inherited(ends)
@@ -403,6 +403,8 @@ class _Reader:
         while todo:
             names, at = todo.pop()
             found = (local or {}).get(names[0]) or bound(self._tree, self._source, names[0])
+            own = self._of_class(names[0], at) if at is not None else []
+            found = sorted([*found, *own], key=lambda item: position(item.node)) if own else found
             if not found:  # by `import *`, perhaps
                 ends |= self._tree.definitions(self._source.module, ".".join(names))
             for node in (item.node for item in (found if at is None else self._current(found, names[0], at))):
@@ -423,13 +425,25 @@ class _Reader:
     def _current(self, found: Sequence[Binding], name: str, at: ast.stmt) -> Sequence[Binding]:
         """The bindings of a name that may be what it stands for at a statement of the module, or in it."""
         parts = fingerprint.own_parts(at) if found[1:] else ()
-        if any(isinstance(item, ast.GeneratorExp) for part in parts for item in ast.walk(part)):
-            return found  # it goes on reading when later statements have run
+        unlike = COMPREHENSIONS if self._inside else (ast.GeneratorExp,)  # none of them sees its class's names
+        if any(isinstance(item, unlike) for part in parts for item in ast.walk(part)):
+            return found  # a generator goes on reading when later statements have run
         loops = (node for node in self._loops if position(node) <= position(at) <= _end(node))
         come = bound_before(found, max(map(_end, loops), default=position(at)))
         own = [item for item in found[len(come) : len(come) + 1] if item.node is at]
         first = (index for index in reversed(range(len(come))) if _is_bound_by(come[index], name, at))
         return [*come[next(first, 0) :], *own] or found
+
+    def _of_class(self, name: str, at: ast.stmt) -> list[Binding]:
+        """The bindings of a name in the class whose body a statement stands in."""
+        if not self._inside:
+            return []
+        inside = ".".join(self._inside)
+        around = (
+            cls.node for cls in self._source.classes if cls.node.name == self._inside[-1] and cls.qualname == inside
+        )
+        node = next((node for node in around if position(node) < position(at) <= _end(node)), None)
+        return self._source.scope(node).get(name, []) if node is not None else []
 
     @cached_property
     def _loops(self) -> list[ast.stmt]:

@@ -553,6 +553,10 @@ ASSIGNED = {
     "by a name with another": "from . import core\nX, E = 1, core.Engine\nE.run = len",
     "by a name in an expression": "from . import core\nif (E := core.Engine): E.run = len",
     "by a name in an expression or before": "from . import core\nE = core.Engine\nX and (E := core.Root)\nE.run = len",
+    "by a class's name": "from . import core\nclass C:\n    E = core.Engine\n    E.run = len",
+    "by a class's loop": "from . import core\nclass C:\n    for E in (core.Engine,):\n        E.run = len",
+    "by a class's import": "class C:\n    from .core import Engine\n    Engine.run = len",
+    "by the module's name, perhaps": "from .core import Engine as E\nclass C:\n    if X: E = None\n    E.run = len",
     "over lines": "from . import core\ncore.Engine.run \\\n    = len",
     "by a name over lines": "from . import core\nE = \\\n    core.Engine\nE.run = len",
     "one of two": "if len:\n    from .fast import Engine\nelse:\n    from .core import Engine\nEngine.run = len",
@@ -614,6 +618,23 @@ def test_a_name_stands_for_what_it_was_bound_to_last(world: World, name: str) ->
     text = REBOUND[name].replace("\n", "\n    ")
     edit(world, "other.py", f"from . import core\ndef f():\n    {text}\n")
     assert world.verify() == (0 if name == "read" else 4)  # in a function, all that binds it counts
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "expected"),
+    [
+        ("E = None", "E = core.Engine\n    x = E.run", 7),
+        ("E = core.Engine", "E = core.Root\n    x = E.run", 0),
+        ("E = core.Engine", "x = E.run\n    E = core.Root", 7),
+        ("E = core.Engine", "E = core.Root\n    x = [E.run for _ in X]", 7),
+        ("E = core.Root", "E = core.Engine\n    class D:\n        x = E.run", 0),
+        ("E = core.Root", "core = None\n    x = core.Engine.run", 0),
+    ],
+)
+def test_a_class_s_body_has_names_of_its_own(world: World, before: str, inside: str, expected: int) -> None:
+    pinned(world, RUN)
+    edit(world, "other.py", f"from . import core\n{before}\nclass C:\n    {inside}\n")
+    assert world.verify() == expected
 
 
 def test_what_reads_a_name_later_reads_what_it_is_then(world: World) -> None:
