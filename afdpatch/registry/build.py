@@ -28,7 +28,7 @@ from afdpatch.registry.forms import describe, function_of, is_function, owner_of
 from afdpatch.registry.journal import Slot, claimed
 from afdpatch.registry.manifest import Entry
 from afdpatch.registry.source import SourceTree, Symbol
-from afdpatch.registry.values import captures, import_names
+from afdpatch.registry.values import import_names
 
 _KIND_FLAGS = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
@@ -262,11 +262,14 @@ def _value(entry: Entry, owner: Any, place: Any, name: str, symbol: Symbol, tree
     if not isinstance(raw, forms.SHARED):
         _check_left(entry, references.holders(raw, place, name, _ours(entry), entry.holders))
         return Target(owner, name, raw, raw)
+    from afdpatch.registry.keepers import readings_of  # a reader of source: nothing but a number needs it
+
     names = import_names(tree, entry, place)
     others = [(name, module) for name, module in references.loaded(entry.package) if name not in entry.holders]
     # A module that is being imported and hasn't come to its import yet will get ours.
     left = [f"{name}.{held}" for name, module in others for held in names(name) if held in vars(module)]
-    _check_left(entry, left + captures(tree, [entry.module, *entry.holders], entry.qualname))
+    read = readings_of(tree, entry.target, [entry.module, *filter(references.has_run, entry.holders)])
+    _check_left(entry, [*left, *map(str, read)])
     return Target(owner, name, raw, raw, names)
 
 

@@ -14,7 +14,8 @@ from afdpatch.registry.scope import at_import
 from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent, module_of
 
 STAR = re.compile(rb"import[\s\\]*\*")
-_STAR_OF = re.compile(rb"(?<![\w\x80-\xff])from[\s\\]*([.\w\x80-\xff]+)[\s\\]+import[\s\\]*\*")
+_STAR_OF = re.compile(rb"(?:(?<![\w\x80-\xff])([\w\x80-\xff]+)[\s\\]+|\.[\s\\]*)import[\s\\]*\*")
+"""The last name before it, none after a dot."""
 
 
 def holders_of(tree: SourceTree, target: str) -> tuple[str, ...]:
@@ -64,7 +65,7 @@ def _starred(
     lasts = {module.rpartition(".")[2].encode(errors="surrogateescape") for module in known} | {b""}
     more = {}
     for found, source in starred:
-        if found not in held and source.rpartition(b".")[2] in lasts and (names := held_names(tree, found, target)):
+        if found not in held and source in lasts and (names := held_names(tree, found, target)):
             more[found] = names
     return more
 

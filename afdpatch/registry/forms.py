@@ -5,6 +5,7 @@ What can't be replaced soundly is refused here, with the reason.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from types import FunctionType, ModuleType
 from typing import Any, TypeGuard
@@ -122,22 +123,28 @@ def check_field(entry: Entry, owner: Any, name: str) -> None:
     Raises:
         Unpatchable: it is a field of a dataclass, a model, an enumeration or a named tuple.
     """
-    if isinstance(owner, type):
-        for mark, what in (
-            ("__dataclass_fields__", "a dataclass"),
-            ("__pydantic_fields__", "a pydantic model"),
-            ("_member_map_", "an enumeration"),
-            ("_field_defaults", "a named tuple"),
-        ):
-            fields = getattr(owner, mark, None)
-            if fields is not None and name in (*fields, *getattr(owner, "__annotations__", ())):
-                raise Unpatchable(
-                    f"it is a field of {what}, whose default was taken when the class was made",
-                    patch_id=entry.id,
-                    symbol=entry.target,
-                    found=f"{owner.__qualname__}.{name}",
-                    todo="patch __init__ or __post_init__, if the class has one",
-                )
+    what = _field_of(owner, name) if isinstance(owner, type) else None
+    if what is not None:
+        raise Unpatchable(
+            f"it is a field of {what}, whose default was taken when the class was made",
+            patch_id=entry.id,
+            symbol=entry.target,
+            found=f"{owner.__qualname__}.{name}",
+            todo="patch __init__ or __post_init__, if the class has one",
+        )
+
+
+def _field_of(owner: type, name: str) -> str | None:
+    """What has made a field of a class's value, or None; one that is annotated as `ClassVar` is none."""
+    field = getattr(owner, "__dataclass_fields__", {}).get(name)
+    if field is not None and field._field_type is not dataclasses._FIELD_CLASSVAR:  # type: ignore[attr-defined]
+        return "a dataclass"
+    of_class = getattr(owner, "__class_vars__", None)  # models have it, pydantic's dataclasses don't
+    annotated = set() if of_class is None else set(getattr(owner, "__annotations__", ())) - of_class
+    if name in annotated or name in (getattr(owner, "__pydantic_fields__", None) or ()):
+        return "a pydantic model"
+    marks = {"_member_map_": "an enumeration", "_field_defaults": "a named tuple"}
+    return next((what for mark, what in marks.items() if name in getattr(owner, mark, ())), None)
 
 
 def check_value(entry: Entry, raw: Any, ours: Any) -> None:

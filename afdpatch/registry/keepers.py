@@ -15,10 +15,10 @@ from typing import TypeGuard
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.census import as_word, held_lines
-from afdpatch.registry.lineage import bound, branches, given, imported, possible
+from afdpatch.registry.lineage import bound, bound_before, branches, given, imported, position, possible
 from afdpatch.registry.lock import Keeper
 from afdpatch.registry.overrides import overrides_of
-from afdpatch.registry.scope import Binding, at_import, bindings, dotted
+from afdpatch.registry.scope import COMPREHENSIONS, Binding, at_import, bindings, dotted
 from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent
 from afdpatch.registry.unsound import last_name
 from afdpatch.registry.values import loads
@@ -78,6 +78,16 @@ def keepers_of(tree: SourceTree, target: str, kind: str, holders: Collection[str
         found += _instead(tree, source, imports, target) if source else []
     found += overrides_of(tree, target, kind)
     return tuple(sorted(set(found), key=lambda item: (item.file, item.line, item.kind, item.where)))
+
+
+def readings_of(tree: SourceTree, target: str, modules: Collection[str]) -> list[Keeper]:
+    """Each place of some modules that reads a value when it is imported, as `keepers_of` has it for a constant."""
+    held = {module: held_lines(tree, module, target) for module in modules}
+    names = {target.rpartition(":")[2].rpartition(".")[2]}
+    names |= {name for lines in held.values() for name in lines if "." not in name}
+    sources = (tree.file(module) for module in modules)
+    readers = (_Reader(tree, source, target, "value", names) for source in sources if source is not None)
+    return [keeper for reader in readers for keeper in reader.readings()]
 
 
 def _instead(tree: SourceTree, source: SourceFile, names: Collection[str], target: str) -> Iterator[Keeper]:
@@ -140,20 +150,21 @@ class _Reader:
         self._names = names
         self._home, _, self._qualname = target.partition(":")
         self._inside: tuple[str, ...] = ()
+        self._at: ast.stmt | None = None
 
     def keepers(self) -> list[Keeper]:
         """Everything in the module that keeps the target, or assigns to it."""
         found: list[Keeper] = []
         for node, classes in at_import(self._source.tree.body):
-            self._inside = classes
+            self._inside, self._at = classes, node
             found += self._statement(node)
         self._inside = ()
         return found
 
     def readings(self) -> Iterator[Keeper]:
         """Each place that reads the target when the module is imported."""
-        for node, classes in loads(self._source):
-            self._inside = classes
+        for node, classes, statement in loads(self._source):
+            self._inside, self._at = classes, statement
             if self._refers(node):
                 yield self._keeper("name", f"what {self._source.module} makes of it at its import", node.lineno)
         self._inside = ()
@@ -202,7 +213,7 @@ class _Reader:
             if not self._may_be_assigned(item):
                 continue
             text = ".".join(dotted(item))
-            ends = self._ends(dotted(item))
+            ends = self._ends(dotted(item), at=self._at)
             if self._source.module == self._home and not self._inside and text == self._qualname:
                 continue  # a part of the target's own definition
             if self._target in ends:
@@ -256,7 +267,7 @@ class _Reader:
                 return  # a part of the target's own definition
             yield from self._held(value, self._name(target.id), "name")
         elif isinstance(target, ast.Attribute):
-            found = min(self._ends(dotted(target)), default=None)
+            found = min(self._ends(dotted(target), at=self._at), default=None)
             where = found.replace(":", ".") if found else f"{_text(target)} set in {self._name()}"
             yield from self._held(value, where, "attribute")
         else:
@@ -338,9 +349,9 @@ class _Reader:
         own = bool(self._inside) and self._source.module == self._home
         if own and [*self._inside, *names] == self._qualname.split("."):
             return True
-        if names and self._source.is_of_class(self._inside, names[0], node):
+        if len(names) == 1 and self._source.is_of_class(self._inside, names[0], node):
             return False
-        ends = self._ends(names)
+        ends = self._ends(names, at=self._at)
         return self._target in ends or self._inherited(ends)
 
     def _inherited(self, ends: Collection[str]) -> bool:
@@ -368,7 +379,7 @@ class _Reader:
         Most files don't, and need no walk through their functions.
         """
         last = as_word(self._qualname.rpartition(".")[2])
-        ways = rb"\.%s[^\n=(]{0,200}=(?!=)|\b(?:for|as|del|global)\b[^\n]{0,200}%s" % (last, last)
+        ways = rb"\.%s(?:[^\n=(]|\\\r?\n){0,200}=(?!=)|\b(?:for|as|del|global)\b[^\n]{0,200}%s" % (last, last)
         return re.search(ways, self._source.data) is not None
 
     @cached_property
@@ -379,28 +390,65 @@ class _Reader:
         self,
         names: Sequence[str],
         local: Mapping[str, list[Binding]] | None = None,
-        seen: set[ast.stmt] | None = None,
+        at: ast.stmt | None = None,
     ) -> set[str]:
-        """Where a dotted name may lead, as far as it can be followed; `local` has the names of a function."""
-        found = (local or {}).get(names[0]) or self._source.top(names[0]) if names else []
-        if names and not found:
-            return self._tree.definitions(self._source.module, ".".join(names))  # by `import *`, perhaps
-        ends, seen = set[str](), set() if seen is None else seen
-        for node in (binding.node for binding in found):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                module, onward = imported(self._tree, self._source, node, names)
-                if onward and module.partition(".")[0] == self._tree.package:
-                    ends |= self._tree.definitions(module, ".".join(onward))
-                continue
-            values = [part for value in given(node, names[0]) for part in branches(value)] if names[1:] else []
-            others = [other for other in map(dotted, values) if other]
-            if others and node not in seen:  # `E = core.Engine`
-                seen.add(node)
-                for other in others:
-                    ends |= self._ends([*other, *names[1:]], local, seen)
-            else:
-                ends.add(f"{self._source.module}:{'.'.join(names)}")
+        """Where a dotted name may lead, as far as it can be followed.
+
+        Args:
+            names: the dotted name.
+            local: the names of a function.
+            at: the statement of the module that uses it when it is imported; None: some function does at any time.
+        """
+        ends, seen, todo = set[str](), set[ast.stmt](), [(names, at)] if names else []
+        while todo:
+            names, at = todo.pop()
+            found = (local or {}).get(names[0]) or bound(self._tree, self._source, names[0])
+            own = self._of_class(names[0], at) if at is not None else []
+            found = sorted([*found, *own], key=lambda item: position(item.node)) if own else found
+            if not found:  # by `import *`, perhaps
+                ends |= self._tree.definitions(self._source.module, ".".join(names))
+            for node in (item.node for item in (found if at is None else self._current(found, names[0], at))):
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    module, onward = imported(self._tree, self._source, node, names)
+                    if onward and module.partition(".")[0] == self._tree.package:
+                        ends |= self._tree.definitions(module, ".".join(onward))
+                    continue
+                values = [part for value in given(node, names[0]) for part in branches(value)] if names[1:] else []
+                others = [other for other in map(dotted, values) if other]
+                if others and node not in seen:  # `E = core.Engine`
+                    seen.add(node)
+                    todo += [([*other, *names[1:]], at and node) for other in others]
+                else:
+                    ends.add(f"{self._source.module}:{'.'.join(names)}")
         return ends
+
+    def _current(self, found: Sequence[Binding], name: str, at: ast.stmt) -> Sequence[Binding]:
+        """The bindings of a name that may be what it stands for at a statement of the module, or in it."""
+        parts = fingerprint.own_parts(at) if found[1:] else ()
+        unlike = COMPREHENSIONS if self._inside else (ast.GeneratorExp,)  # none of them sees its class's names
+        if any(isinstance(item, unlike) for part in parts for item in ast.walk(part)):
+            return found  # a generator goes on reading when later statements have run
+        loops = (node for node in self._loops if position(node) <= position(at) <= _end(node))
+        come = bound_before(found, max(map(_end, loops), default=position(at)))
+        own = [item for item in found[len(come) : len(come) + 1] if item.node is at]
+        first = (index for index in reversed(range(len(come))) if _is_bound_by(come[index], name, at))
+        return [*come[next(first, 0) :], *own] or found
+
+    def _of_class(self, name: str, at: ast.stmt) -> list[Binding]:
+        """The bindings of a name in the class whose body a statement stands in."""
+        if not self._inside:
+            return []
+        inside = ".".join(self._inside)
+        around = (
+            cls.node for cls in self._source.classes if cls.node.name == self._inside[-1] and cls.qualname == inside
+        )
+        node = next((node for node in around if position(node) < position(at) <= _end(node)), None)
+        return self._source.scope(node).get(name, []) if node is not None else []
+
+    @cached_property
+    def _loops(self) -> list[ast.stmt]:
+        loops = (ast.For, ast.AsyncFor, ast.While)
+        return [node for node, _ in at_import(self._source.tree.body) if isinstance(node, loops)]
 
     @property
     def _inside_owner(self) -> bool:
@@ -411,6 +459,21 @@ class _Reader:
 
     def _keeper(self, kind: str, where: str, line: int) -> Keeper:
         return Keeper(kind, where, self._source.module, self._source.file, line)
+
+
+def _is_bound_by(binding: Binding, name: str, at: ast.stmt) -> bool:
+    """Whether a name is nothing that it was before a binding, when a later statement comes."""
+    node = binding.node
+    if binding.within or not position(node) < position(at):
+        return False
+    if isinstance(node, ast.For | ast.AsyncFor) and position(at) <= _end(node.body[-1]):  # within its body
+        stored = (item for item in ast.walk(node.target) if isinstance(item, ast.Name))
+        return any(item.id == name and isinstance(item.ctx, ast.Store) for item in stored)
+    return binding.sure
+
+
+def _end(node: ast.stmt) -> tuple[int, int]:
+    return node.end_lineno or node.lineno, node.end_col_offset or 0
 
 
 def _words(via: Sequence[str | ast.expr]) -> str:

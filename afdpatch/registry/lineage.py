@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from afdpatch.registry import fingerprint
@@ -69,34 +70,51 @@ def _name(node: ast.AST) -> str:
 def possible(found: Sequence[Binding], before: tuple[int, int] | None = None) -> list[Binding]:
     """The bindings of a name that may be what it stands for, the likeliest first.
 
-    The last one comes first, what an `except` binds after the rest; an unconditional one ends them.
+    The last one comes first, what an `except` binds after the rest; one that is sure and unconditional ends them.
 
     Args:
         found: the bindings, in the order of the source.
         before: line and column; what is bound there or later doesn't count.
     """
     kept: list[Binding] = []
-    for item in reversed(found):
-        if (before is None or _position(item.node) < before) and item.runs:
+    for item in reversed(found if before is None else bound_before(found, before)):
+        if item.runs:
             kept.append(item)
-            if not item.within:
+            if item.sure and not item.within:
                 break
     return sorted(kept, key=lambda item: any(suite.name.endswith(".except") for suite in item.within))
 
 
-def _position(node: ast.stmt) -> tuple[int, int]:
+def bound_before(found: Sequence[Binding], before: tuple[int, int]) -> Sequence[Binding]:
+    """Those of some bindings, in the order of the source, that come before a line and column."""
+    return found[: bisect_left(found, before, key=lambda item: position(item.node))]
+
+
+def position(node: ast.stmt) -> tuple[int, int]:
+    """Where a statement begins."""
     return node.lineno, node.col_offset
 
 
 def lineage(tree: SourceTree, cls: Class) -> tuple[Class, ...]:
     """A class and its bases in the order in which Python looks through them, as far as they can be followed."""
-    known = tree.lineages.get(cls)
-    if known is None:
-        tree.lineages[cls] = ((cls,), ())  # what leads back to itself has nothing more
-        with tree.asking() as asked:
-            above = bases(tree, cls)
-            order = (cls, *_merged([*(lineage(tree, base) for base in above), above]))
-        known = tree.lineages[cls] = order, tuple(asked)
+    todo, begun = [cls], dict[Class, tuple[tuple[Class, ...], dict[str, None]]]()
+    while todo:  # not by recursion: a class may have a thousand above it
+        item = todo[-1]
+        if item in begun:
+            above, asked = begun.pop(item)
+            asked.update((module, None) for base in above for module in tree.lineages[base][1])
+            orders = [tree.lineages[base][0] for base in above]
+            order = _merged([*orders, above]) if len(orders) > 1 else (one for only in orders for one in only)
+            tree.lineages[item] = (item, *order), tuple(asked)
+        elif item not in tree.lineages:
+            tree.lineages[item] = ((item,), ())  # what leads back to itself has nothing more
+            with tree.asking() as asked:
+                above = bases(tree, item)
+            begun[item] = above, asked
+            todo += [base for base in above if base not in tree.lineages]
+            continue
+        todo.pop()
+    known = tree.lineages[cls]
     for module in known[1]:
         tree.file(module)
     return known[0]
@@ -121,14 +139,14 @@ def named(tree: SourceTree, cls: Class, base: ast.expr) -> Iterator[Class]:
     """The classes that one of a class's bases may be, the likeliest first; none if it can't be followed."""
     names = _Names(tree, branches)
     for node in branches(base):
-        yield from names.visible(cls.source, cls.around, base_names(node), _position(cls.node))
+        yield from names.visible(cls.source, cls.around, base_names(node), position(cls.node))
 
 
 def mentioned(tree: SourceTree, cls: Class, base: ast.expr) -> Iterator[Class]:
     """The classes that one of a class's bases may be made of: `f(Engine)` of Engine; what is in `[…]` doesn't count."""
     names = _Names(tree, parts)
     for node in parts(base):
-        yield from names.visible(cls.source, cls.around, base_names(node), _position(cls.node))
+        yield from names.visible(cls.source, cls.around, base_names(node), position(cls.node))
 
 
 def branches(value: ast.expr) -> Iterator[ast.expr]:
@@ -169,6 +187,10 @@ _LONGEST = 50
 """Of how many parts a dotted name is at most; one that grows as it is followed has no end."""
 
 
+_Steps = Iterator["Class | _Steps"]
+"""Classes, and what leads to further ones."""
+
+
 class _Names:
     """Follows dotted names to classes.
 
@@ -186,6 +208,19 @@ class _Names:
         self, source: SourceFile, around: tuple[ast.AST, ...], names: Sequence[str], before: tuple[int, int] | None
     ) -> Iterator[Class]:
         """The classes that a dotted name may stand for at a place in a module."""
+        todo = [self._visible(source, around, names, before)]
+        while todo:  # not by recursion: a name may stand for another a thousand times
+            found = next(todo[-1], None)
+            if isinstance(found, Class):
+                yield found
+            elif found is None:
+                todo.pop()
+            else:
+                todo.append(found)
+
+    def _visible(
+        self, source: SourceFile, around: tuple[ast.AST, ...], names: Sequence[str], before: tuple[int, int] | None
+    ) -> _Steps:
         if not names:
             return
         inner: tuple[ast.AST, ...] = around
@@ -194,54 +229,51 @@ class _Names:
             if isinstance(scope, fingerprint.Function) or inner_most:  # a class's names are seen in its own body only
                 found = possible(source.scope(scope).get(names[0], []), before)
                 for item in found:
-                    yield from self._led(source, inner, item, names)
+                    yield self._led(source, inner, item, names)
                 if found:
                     return
             if isinstance(scope, fingerprint.Function):
                 before = None  # what is around has run when the function does
             inner = inner[:-1]
         for item in possible(bound(self._tree, source, names[0]), before):
-            yield from self._led(source, (), item, names)
+            yield self._led(source, (), item, names)
 
-    def _led(
-        self, source: SourceFile, around: tuple[ast.AST, ...], binding: Binding, names: Sequence[str]
-    ) -> Iterator[Class]:
+    def _led(self, source: SourceFile, around: tuple[ast.AST, ...], binding: Binding, names: Sequence[str]) -> _Steps:
         """The classes to which a binding of a dotted name's first name leads."""
         node, rest = binding.node, names[1:]
         if (node, *names) in self._seen or len(names) > _LONGEST:
             return
         self._seen.add((node, *names))
         if isinstance(node, ast.ClassDef):
-            yield from self._attribute(Class(source, node, around), rest)
+            yield self._attribute(Class(source, node, around), rest)
         elif isinstance(node, ast.ImportFrom | ast.Import):
             module, onward = imported(self._tree, source, node, names)
             other = self._tree.file(module) if onward else None
             if other is not None and other.parses:
-                yield from self.visible(other, (), onward, None)
+                yield self._visible(other, (), onward, None)
         else:
             for value in (part for item in given(node, names[0]) for part in self._parts_of(item)):
-                yield from self.visible(source, around, _and(base_names(value), rest), _position(node))
+                yield self._visible(source, around, _and(base_names(value), rest), position(node))
 
-    def _attribute(self, cls: Class, names: Sequence[str]) -> Iterator[Class]:
+    def _attribute(self, cls: Class, names: Sequence[str]) -> _Steps:
         if not names:
             yield cls
             return
         for owner in lineage(self._tree, cls):
             if found := possible(owner.bound(names[0])):
                 for item in found:
-                    yield from self._led(owner.source, (*owner.around, owner.node), item, names)
+                    yield self._led(owner.source, (*owner.around, owner.node), item, names)
                 return
 
 
 def given(node: ast.stmt, name: str) -> list[ast.expr]:
     """What a statement may give to a name: its value, or the part that stands where the name does; a loop's items."""
+    pairs: list[tuple[ast.expr, ast.expr]] = [(item.target, item.value) for item in walruses(node)]
     if isinstance(node, ast.For) and isinstance(node.iter, ast.List | ast.Tuple):
-        pairs = [(node.target, item) for item in node.iter.elts]
-    elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+        pairs += [(node.target, item) for item in node.iter.elts]
+    elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        pairs = [(target, node.value) for target in targets]
-    else:
-        return []
+        pairs += [(target, node.value) for target in targets]
     found = []
     for target, value in pairs:
         inner = [(target, value)]
@@ -249,6 +281,11 @@ def given(node: ast.stmt, name: str) -> list[ast.expr]:
             inner = list(zip(target.elts, value.elts, strict=False))
         found += [part for one, part in inner if not isinstance(one, ast.Name) or one.id == name]
     return found
+
+
+def walruses(node: ast.stmt) -> list[ast.NamedExpr]:
+    """The `name := value` in what a statement evaluates itself."""
+    return [item for part in fingerprint.own_parts(node) for item in ast.walk(part) if isinstance(item, ast.NamedExpr)]
 
 
 def _and(names: Sequence[str], rest: Sequence[str]) -> list[str]:
@@ -279,18 +316,38 @@ def imported(
 
 def bound(tree: SourceTree, source: SourceFile, name: str) -> list[Binding]:
     """The bindings of a name at a module's top level, those `import *` among them that give it."""
-    stars = [item for item in source.top("*") if name != "*" and _gives(tree, source, item, name, set())]
+    stars = [item for item in source.top("*") if name != "*" and _gives(tree, source, item, name)]
     if not stars:
         return source.top(name)
-    return sorted([*source.top(name), *stars], key=lambda item: _position(item.node))
+    stars = [replace(item, sure=_surely_gives(tree, source, item, name)) for item in stars]
+    return sorted([*source.top(name), *stars], key=lambda item: position(item.node))
 
 
-def _gives(tree: SourceTree, source: SourceFile, star: Binding, name: str, seen: set[str]) -> bool:
-    """Whether an `import *` gives a name; the modules that were looked at are added to `seen`."""
-    if not isinstance(star.node, ast.ImportFrom):
-        return False
-    other = tree.file(source.absolute(star.node))
-    if other is None or other.module in seen or not other.parses or not other.exports(name):
-        return False
-    seen.add(other.module)
-    return bool(other.top(name)) or any(_gives(tree, other, item, name, seen) for item in other.top("*"))
+def _surely_gives(tree: SourceTree, source: SourceFile, star: Binding, name: str) -> bool:
+    """Whether an `import *` is sure to give a name: its module's own, or that of the last star there."""
+    seen: set[str] = set()
+    stars = [star]
+    while stars and isinstance(stars[-1].node, ast.ImportFrom):
+        other = tree.file(source.absolute(stars[-1].node))
+        if other is None or other.module in seen or not other.parses or not other.surely_exports(name):
+            return False
+        seen.add(other.module)
+        if any(item.sure and not (item.within or isinstance(item.node, ast.Delete)) for item in other.top(name)[-1:]):
+            return True
+        source, stars = other, [item for item in other.top("*") if not item.within]
+    return False
+
+
+def _gives(tree: SourceTree, source: SourceFile, star: Binding, name: str) -> bool:
+    """Whether an `import *` gives a name."""
+    seen, todo = set[str](), [(source, star.node)]
+    while todo:
+        source, node = todo.pop()
+        other = tree.file(source.absolute(node)) if isinstance(node, ast.ImportFrom) else None
+        if other is None or other.module in seen or not other.parses or not other.exports(name):
+            continue
+        seen.add(other.module)
+        if other.top(name):
+            return True
+        todo += [(other, item.node) for item in reversed(other.top("*"))]
+    return False

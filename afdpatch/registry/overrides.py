@@ -8,29 +8,29 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from afdpatch.registry import fingerprint
-from afdpatch.registry.lineage import Class, bases, lineage, mentioned
+from afdpatch.registry.lineage import Class, bases, branches, given, lineage, mentioned
 from afdpatch.registry.lock import Keeper
-from afdpatch.registry.scope import dotted
+from afdpatch.registry.scope import COMPREHENSIONS, Binding, dotted
 from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent
 from afdpatch.registry.unsound import generates, last_name
 
 _FAR = 2000
 """The longest head of a class that is looked at, in bytes."""
 _PLAIN_HEAD = re.compile(rb"class\s+[^\s(:\[]+\s*(?:\([^()#'\"\[]*\)\s*)?:")
-_TEXTS = re.compile(rb"#[^\n]*|'[^'\n]*'|\"[^\"\n]*\"")
+_TEXTS = re.compile(rb"#[^\n]*|'[^'\n]*'|\"[^\"\n]*\"|(\\\r?\n)")
 _GROUP = re.compile(rb"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}")
 _OPEN = re.compile(rb"[(\[{][^)\]}]*\Z")
 _OPEN_HEAD = re.compile(rb"class\b[^:(]*\(")
-_RENAMED = re.compile(rb"[\s\\]+as\s")
+_RENAMED = re.compile(rb"[\s\\]+as[\s\\]")
 _WORD = re.compile(rb"[\w\x80-\xff]")
 _GOES_ON = re.compile(rb"[\w\x80-\xff]|\s*[.(]")
 _IN_TABLE = re.compile(rb"\{|['\"][^\n]*\Z")  # or in a text
-_IS_ALIAS = re.compile(rb"(?<![=!<>])=\s*(?:[^\W\d][\w.]*\.)?\Z")
+_IS_ALIAS = re.compile(rb"(?<![=!<>])=[\s\\]*(?:[^\W\d][\w.]*\.)?\Z")
 _ENDS_LINE = re.compile(rb"\s*(?:;|#|\r?\n|\Z)")
-_ASSIGNS = re.compile(rb"\s*[^\W\d][\w\x80-\xff., \t]*(?::[^=]*)?=(?!=)")
+_ASSIGNS = re.compile(rb"\s*[^\W\d][\w\x80-\xff., \t]*(?:[+|]|:[^=]*)?=(?!=)")
 
 
 def overrides_of(tree: SourceTree, target: str, kind: str) -> Iterator[Keeper]:
@@ -104,12 +104,39 @@ def _goes_on(tree: SourceTree, cls: Class, method: ast.FunctionDef | ast.AsyncFu
     """Whether a method uses what it overrides, as `super().run` or `Base.run`: then a patch of that has its effect."""
     above = {item.node.name for item in lineage(tree, cls)}
     above.update(name for base in cls.node.bases for name in dotted(base)[-1:])
-    for node in ast.walk(method):
-        if isinstance(node, ast.Attribute) and node.attr == method.name:
-            called = dotted(node.value.func) if isinstance(node.value, ast.Call) else []
-            if called == ["super"] or above.intersection(dotted(node.value)[-1:]):
-                return True
-    return False
+    used = [node for node in ast.walk(method) if isinstance(node, ast.Attribute) and node.attr == method.name]
+    if any(_is_super(node.value) or above.intersection(dotted(node.value)[-1:]) for node in used):
+        return True
+    if not any(isinstance(node.value, ast.Name) for node in used):
+        return False
+    scope = cls.source.scope(method)
+    named = {name for name, found in scope.items() if all(map(_is_super, _given(found, name)))}
+    named.difference_update(*(node.names for node in ast.walk(method) if isinstance(node, ast.Nonlocal)))
+    own = {id(node) for node in _own_nodes(method)}
+    return any(id(node) in own and getattr(node.value, "id", "") in named for node in used)
+
+
+def _given(found: Sequence[Binding], name: str) -> Iterator[ast.expr | None]:
+    """What a function's bindings give to a name; None for what can't be read."""
+    for item in found:
+        yield from given(item.node, name) or (None,)
+
+
+def _is_super(value: ast.expr | None) -> bool:
+    """Whether an expression is `super()`, whatever is decided in it."""
+    return value is not None and all(
+        isinstance(part, ast.Call) and dotted(part.func) == ["super"] for part in branches(value)
+    )
+
+
+def _own_nodes(method: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.AST]:
+    """Everything in a function that is in no scope within it."""
+    todo: list[ast.AST] = [*method.body]
+    while todo:
+        node = todo.pop()
+        yield node
+        if not isinstance(node, (*fingerprint.Function, ast.ClassDef, ast.Lambda, *COMPREHENSIONS)):
+            todo += ast.iter_child_nodes(node)
 
 
 def _reached(tree: SourceTree, item: Class, last: str, owner: Class) -> Class | None:
@@ -147,11 +174,14 @@ def subclasses(tree: SourceTree, owner: Class) -> Iterator[Class]:
     A class made of what a call makes of one (`class Sub(mixed(Engine))`) is among them.
     """
     known, todo = {owner}, [owner]
+    made_of: dict[Class, set[Class]] = {}
     while todo:
         wanted = todo.pop()
         for source in _sources(tree, wanted):
             for item in source.classes:
-                if item not in known and any(wanted in mentioned(tree, item, base) for base in item.node.bases):
+                if item not in made_of:
+                    made_of[item] = {one for base in item.node.bases for one in mentioned(tree, item, base)}
+                if item not in known and wanted in made_of[item]:
                     known.add(item)
                     todo.append(item)
                     yield item
@@ -194,12 +224,12 @@ def _is_assigned(data: bytes, at: int, end: int) -> bool:
     text = _plain(data[max(0, at - _FAR) : at])
     opened = _OPEN.search(text)
     begin = text.rfind(b"\n", 0, opened.start() if opened else len(text)) + 1
-    return _ASSIGNS.match(text, begin) is not None and not _IN_TABLE.search(text, begin)
+    return b":=" in text[begin:] or (_ASSIGNS.match(text, begin) is not None and not _IN_TABLE.search(text, begin))
 
 
 def _plain(text: bytes) -> bytes:
-    """A text without comments, texts and what is in brackets."""
-    text = _TEXTS.sub(b"", text)
+    """A text without comments, texts and what is in brackets; lines that a backslash joins are one."""
+    text = _TEXTS.sub(lambda found: b" " if found[1] else b"", text)
     while text != (text := _GROUP.sub(b"", text)):
         pass
     return text

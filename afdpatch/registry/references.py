@@ -251,6 +251,12 @@ def loaded(package: str | None = None) -> list[tuple[str, ModuleType]]:
     ]
 
 
+def has_run(module: str) -> bool:
+    """Whether a module has been imported, and not only begun."""
+    found = sys.modules.get(module)
+    return found is not None and not getattr(getattr(found, "__spec__", None), "_initializing", False)
+
+
 def vars_of(value: object) -> object:
     """An object's `__dict__` if it has one of its own, else None."""
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from afdpatch.registry import fingerprint
@@ -141,20 +141,25 @@ def _others(tree: SourceTree, found: Found, name: str) -> tuple[list[Binding], l
     return others, found.source.assigned(f"{found.owner.qualname}.{name}")
 
 
-def definition(tree: SourceTree, module: str, qualname: str, seen: tuple[str, ...] = ()) -> str:
+def definition(tree: SourceTree, module: str, qualname: str, seen: Collection[str] = ()) -> str:
     """Follows `from x import y` from a module to the one that defines a name; stops where it can't be followed."""
-    source = tree.file(module)
-    here = f"{module}:{qualname}"
-    names = qualname.split(".")
-    if source is None or here in seen or not source.parses:
-        return here
-    every = bound(tree, source, names[0])
-    found = [item.node for item in possible(every) or every]
-    node = found[0] if found else None
-    if not isinstance(node, ast.ImportFrom) or any(not isinstance(item, ast.ImportFrom) for item in found):
-        return here
-    there, onward = imported(tree, source, node, names)
-    return definition(tree, there, ".".join(onward), (*seen, here)) if onward else here
+    passed = {*seen}
+    while True:
+        source = tree.file(module)
+        here = f"{module}:{qualname}"
+        names = qualname.split(".")
+        if source is None or here in passed or not source.parses:
+            return here
+        passed.add(here)
+        every = bound(tree, source, names[0])
+        found = [item.node for item in possible(every) or every]
+        node = found[0] if found else None
+        if not isinstance(node, ast.ImportFrom) or any(not isinstance(item, ast.ImportFrom) for item in found):
+            return here
+        module, onward = imported(tree, source, node, names)
+        if not onward:
+            return here
+        qualname = ".".join(onward)
 
 
 def definitions(tree: SourceTree, module: str, qualname: str) -> set[str]:

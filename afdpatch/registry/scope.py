@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from afdpatch.registry import fingerprint
 
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 class Suite(NamedTuple):
@@ -30,10 +30,18 @@ class Suite(NamedTuple):
 
 @dataclass(frozen=True)
 class Binding:
-    """One statement that binds a name, and the suites that it stands in, the outermost first."""
+    """One statement that binds a name.
+
+    Attributes:
+        node: the statement.
+        within: the suites that it stands in, the outermost first.
+        sure: whether the name is nothing any more that it was before, once the statement has run. A loop may run over
+            nothing, a case may not fit, `:=` not be reached, and a star not give it.
+    """
 
     node: ast.stmt
     within: tuple[Suite, ...]
+    sure: bool = True
 
     @property
     def runs(self) -> bool:
@@ -79,8 +87,9 @@ def bindings(statements: Sequence[ast.stmt]) -> dict[str, list[Binding]]:
     """
     table: dict[str, list[Binding]] = {}
     for node, within in _statements(statements):
+        sure = set(_surely(node))
         for name in _names(node):
-            table.setdefault(name, []).append(Binding(node, within))
+            table.setdefault(name, []).append(Binding(node, within, name in sure))
     return table
 
 
@@ -164,6 +173,18 @@ def _names(node: ast.stmt) -> Iterator[str]:
         yield from dict.fromkeys(name for part in fingerprint.own_parts(node) for name in _bound_in(part))
 
 
+def _surely(node: ast.stmt) -> Iterator[str]:
+    """Those of a statement's names that it binds, or deletes, whenever it runs."""
+    if isinstance(node, (*fingerprint.Function, ast.ClassDef, ast.Import, ast.ImportFrom)):
+        yield from (name for name in _names(node) if name != "*")
+    elif isinstance(node, ast.Assign | ast.Delete):
+        yield from (name for target in node.targets for name in _bound_in(target))
+    elif isinstance(node, ast.AnnAssign):
+        yield from _bound_in(node.target)
+    elif isinstance(node, ast.With | ast.AsyncWith):
+        yield from (name for item in node.items if item.optional_vars for name in _bound_in(item.optional_vars))
+
+
 def _is_bare_annotation(node: ast.stmt) -> bool:
     return isinstance(node, ast.AnnAssign) and node.value is None
 
@@ -174,7 +195,7 @@ def _bound_in(node: ast.AST) -> Iterator[str]:
         item = todo.pop()
         if isinstance(item, ast.Lambda):
             continue
-        if isinstance(item, _COMPREHENSIONS):  # their variables are their own; only `:=` reaches out
+        if isinstance(item, COMPREHENSIONS):  # their variables are their own; only `:=` reaches out
             yield from (inner.target.id for inner in ast.walk(item) if isinstance(inner, ast.NamedExpr))
             continue
         if isinstance(item, ast.Name) and not isinstance(item.ctx, ast.Load):

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.files import DirectoryFiles, Files, SourceError
-from afdpatch.registry.lineage import Class, base_names, branches, lineage, parts, possible
-from afdpatch.registry.scope import Binding, at_import, attribute_bindings, bindings
+from afdpatch.registry.lineage import Class, base_names, branches, lineage, parts, possible, walruses
+from afdpatch.registry.scope import COMPREHENSIONS, Binding, attribute_bindings, bindings, dotted
 
 
 class SymbolAbsent(LookupError):
@@ -63,12 +63,9 @@ class Symbol:
     words: tuple[str, ...] = ()
 
 
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-
-
 def _in_comprehension(cls: ast.ClassDef, node: ast.expr) -> bool:
     """Whether the class's names aren't seen at a place in its body: in a comprehension, but for its first iterable."""
-    inside = (item for item in ast.walk(cls) if isinstance(item, _COMPREHENSIONS) and node in ast.walk(item))
+    inside = (item for item in ast.walk(cls) if isinstance(item, COMPREHENSIONS) and node in ast.walk(item))
     return any(node not in ast.walk(item.generators[0].iter) for item in inside)
 
 
@@ -174,37 +171,54 @@ class SourceFile:
     def other_names(self) -> dict[str, set[str]]:
         """By the last part of a name, the other names that the module gives to what has it or is made of it."""
         table: dict[str, set[str]] = {}
+        walrus = b":=" in self.data
         for node, around in self._statements:
             if any(isinstance(item, fingerprint.Function) for item in around):
                 continue  # a function's own names lead to no other module
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     table.setdefault(alias.name, set()).update([alias.asname] if alias.asname else [])
-            elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                names = {item.id for target in targets for item in ast.walk(target) if isinstance(item, ast.Name)}
-                plain = {id(part) for part in branches(node.value)}
-                for part in parts(node.value):  # what a call makes is a class if its name says so
-                    given = (name for name in names if id(part) in plain or name.lstrip("_")[:1].isupper())
-                    table.setdefault(base_names(part)[-1], set()).update(given)
+            elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
+                _add_names(table, node.targets if isinstance(node, ast.Assign) else [node.target], node.value)
+            for item in walruses(node) if walrus else ():
+                _add_names(table, [item.target], item.value)
         return table
 
     @cached_property
     def _exported(self) -> tuple[frozenset[str], bool]:
         """What `__all__` may list, as far as it is written out, and whether it lists nothing else for certain."""
         found = self.top("__all__")
-        added = b"__all__." in self.data  # .append, .extend
-        nodes: list[ast.AST] = [item.node for item in found]
-        nodes += [node for node, _ in at_import(self.tree.body) if isinstance(node, ast.Expr)] if added else []
+        changed = b"__all__" in self.data and any(_changes_all(node) for node in ast.walk(self.tree))
+        nodes: list[ast.AST] = [self.tree] if changed else [item.node for item in found]
         texts = [part for node in nodes for part in ast.walk(node) if isinstance(part, ast.Constant)]
         names = frozenset(part.value for part in texts if isinstance(part.value, str))
         written = all(_is_written_out(getattr(item.node, "value", None)) for item in found)
-        return names, written and not added and any(not item.within for item in found)
+        return names, written and not changed and any(not item.within for item in found)
 
     def exports(self, name: str) -> bool:
         """Whether `import *` may take a name, if the module has it."""
         names, certain = self._exported
         return name in names or not (certain or name.startswith("_"))
+
+    def surely_exports(self, name: str) -> bool:
+        """Whether `import *` is sure to take a name, if the module has it."""
+        names, certain = self._exported
+        listed = certain and name in names and len(self.top("__all__")) == 1
+        return listed or not (b"__all__" in self.data or name.startswith("_"))
+
+
+def _add_names(table: dict[str, set[str]], targets: Sequence[ast.expr], value: ast.expr) -> None:
+    """Adds what an assignment names, by the last name of each part of its value."""
+    names = {item.id for target in targets for item in ast.walk(target) if isinstance(item, ast.Name)}
+    plain = {id(part) for part in branches(value)}
+    for part in parts(value):  # what a call makes is a class if its name says so
+        given = (name for name in names if id(part) in plain or name.lstrip("_")[:1].isupper())
+        table.setdefault(base_names(part)[-1], set()).update(given)
+
+
+def _changes_all(node: ast.AST) -> bool:
+    """Whether a part of a module changes its `__all__` in place, or may: `__all__.append`, `__all__[…]`."""
+    return isinstance(node, ast.Attribute | ast.Subscript) and dotted(node.value) == ["__all__"]
 
 
 def _is_written_out(value: ast.expr | None) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
@@ -13,7 +12,7 @@ from afdpatch.registry.forms import describe, owner_of
 from afdpatch.registry.journal import Journal, Record, claimed
 from afdpatch.registry.lock import Lock
 from afdpatch.registry.manifest import Entry
-from afdpatch.registry.references import loaded
+from afdpatch.registry.references import has_run, loaded
 from afdpatch.registry.source import SourceTree, Symbol
 from afdpatch.registry.verify import check_entry
 
@@ -86,10 +85,8 @@ def _check_unread(entry: Entry, lock: Lock) -> None:
     """Makes sure that no module that keeps a value has been imported: numbers and texts aren't followed by identity."""
     left = []
     for keeper in lock.keepers.get(entry.target, ()):
-        module = sys.modules.get(keeper.module)
-        begun = module is None or getattr(getattr(module, "__spec__", None), "_initializing", False)
         listed = keeper.kind == "import" and keeper.module in entry.holders
-        if keeper.sure and not begun and not listed and keeper.module != entry.module:
+        if keeper.sure and has_run(keeper.module) and not listed and keeper.module != entry.module:
             left.append(str(keeper))
     if left:
         found = ", ".join(left)

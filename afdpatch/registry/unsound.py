@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Sequence
 
 from afdpatch.registry.fingerprint import Function
-from afdpatch.registry.lineage import Class
+from afdpatch.registry.lineage import Class, base_names, lineage
 from afdpatch.registry.scope import alias_of, at_import, dotted
 from afdpatch.registry.source import SourceFile, SourceTree, Symbol, SymbolAbsent
 
@@ -26,19 +28,32 @@ MADE = {
     "singledispatchmethod": "functools.singledispatchmethod",
 }
 """Decorators that leave another object than a function, by the last name of where they are defined."""
-GENERATED = {"init": ("__init__",), "repr": ("__repr__",), "eq": ("__eq__", "__hash__")}
-"""What a dataclass has of its own if it isn't written, by the option that says no."""
-_ENUMERATION = "an enumeration"
+GENERATED = {
+    "init": ("__init__",),
+    "repr": ("__repr__",),
+    "eq": ("__eq__", "__hash__"),
+    "match_args": ("__match_args__",),
+    "unsafe_hash": ("__hash__",),
+    "order": ("__lt__", "__le__", "__gt__", "__ge__"),
+    "frozen": ("__setattr__", "__delattr__"),
+    "slots": ("__getstate__", "__setstate__"),
+}
+"""What a dataclass has of its own if it isn't written, by the option that says so."""
+_DEFAULTS = ("init", "repr", "eq", "match_args")
+"""The options that say yes if they aren't given."""
+_ENUMERATION, _TUPLE, _DATACLASS = "an enumeration", "a named tuple", "a dataclass"
 FIELDS = {
     "Enum": _ENUMERATION,
     "IntEnum": _ENUMERATION,
     "StrEnum": _ENUMERATION,
     "Flag": _ENUMERATION,
     "IntFlag": _ENUMERATION,
-    "NamedTuple": "a named tuple",
+    "NamedTuple": _TUPLE,
     "BaseModel": "a pydantic model",
 }
 """Classes whose subclasses take their fields over when they are made."""
+_TEXT = re.compile(r"(?:\s*(\w+)\s*\.)?\s*(\w+)")
+"""How `dataclasses` reads an annotation that is a text."""
 
 
 def why_unpatchable(tree: SourceTree, symbol: Symbol) -> str | None:
@@ -57,49 +72,108 @@ def why_unpatchable(tree: SourceTree, symbol: Symbol) -> str | None:
         names = [_origin(tree, home, decorator) for decorator in node.decorator_list]
         made = next((MADE[name] for name in names if name in MADE), None)
         return made and f"an object of {made}: {REASONS[made]}"
-    owner, _, name = symbol.defined_as.rpartition(".")
+    owner, _, name = symbol.name.rpartition(".")
     if symbol.kind != "value" or ":" not in owner:
         return None
-    what = fields_of(tree, owner, name)
+    what = _field_of(tree, tree.lineage(owner), name)
     where = f"{owner.partition(':')[2]}.{name}"
     return what and f"{where} is a field of {what}, whose default was taken when the class was made"
 
 
-def fields_of(tree: SourceTree, owner: str, name: str) -> str | None:
+def _field_of(tree: SourceTree, classes: Sequence[Class], name: str) -> str | None:
     """What makes a field of a class's value (a dataclass, a model, an enumeration), or None.
 
-    Only an enumeration does so with what has no annotation.
+    Only an enumeration does so with what has no annotation. What is a field of a base and of no use to the class any
+    more, since it is `ClassVar` there, counts as one.
+
+    Args:
+        tree: the package's source.
+        classes: the class and its bases.
+        name: the value's name.
     """
-    try:
-        classes = tree.lineage(owner)
-    except SymbolAbsent:
-        return None
-    statements = [node for item in classes for node, inner in at_import(item.node.body) if not inner]
-    annotated = [node for node in statements if isinstance(node, ast.AnnAssign) and dotted(node.target) == [name]]
+    said = {item: _annotations(item, name) for item in classes}
+    typed = {
+        item: [node for node in said[item] if not _is_of(item.source, node.annotation, "typing", "ClassVar")]
+        for item in classes
+    }
     for item in classes:
         for base in item.node.bases:
             kind = FIELDS.get(_origin(tree, item.source, base))
-            if kind and (annotated or kind == _ENUMERATION):
+            # A tuple's are its own, whatever their type; a model takes those of all its bases.
+            taken = {_ENUMERATION: True, _TUPLE: bool(said[item])}.get(kind or "", any(typed.values()))
+            if kind and taken:
                 return kind
-        if annotated and _dataclass_decorators(tree, item):
-            return "a dataclass"
+        if typed[item] and _dataclass_decorators(tree, item):
+            return _DATACLASS
     return None
+
+
+def _annotations(cls: Class, name: str) -> list[ast.AnnAssign]:
+    """The statements of a class that annotate a name."""
+    ran = (node for node, inner in at_import(cls.node.body) if not inner)
+    return [node for node in ran if isinstance(node, ast.AnnAssign) and dotted(node.target) == [name]]
+
+
+def _is_of(source: SourceFile, annotation: ast.expr, module: str, name: str) -> bool:
+    """Whether an annotation is certain to be a name of a module, or that with `[…]`, for `dataclasses` too.
+
+    Those read a text up to its first name, know it only if the file has it from that module, and a text within a text
+    not at all, as one is if all annotations are texts.
+    """
+    if isinstance(annotation, ast.Constant):
+        future = any(getattr(item.node, "module", None) == "__future__" for item in source.top("annotations"))
+        words = None if future else _TEXT.match(str(annotation.value))
+        names = [word for word in words.groups() if word] if words else []
+    else:
+        names = base_names(annotation)
+    found = source.top(names[0]) if names else []
+    return bool(found) and all(item.runs and _imports(item.node, names, module, name) for item in found)
+
+
+def _imports(node: ast.stmt, names: Sequence[str], module: str, name: str) -> bool:
+    """Whether a statement imports what a dotted name ends in from a module."""
+    if isinstance(node, ast.ImportFrom):
+        origin = (module, "typing_extensions") if module == "typing" else (module,)
+        return len(names) == 1 and not node.level and node.module in origin and alias_of(node, names[0]).name == name
+    return isinstance(node, ast.Import) and names[1:] == [name] and alias_of(node, names[0]).name == module
 
 
 def generates(tree: SourceTree, cls: Class, name: str) -> bool:
     """Whether a class gets a name of its own that no statement gives it: a dataclass's method, or a field's value."""
-    bare = [node for node in cls.node.body if isinstance(node, ast.AnnAssign) and node.value is None]
-    said = [node for node in bare if dotted(node.target) == [name] and last_name(node.annotation) != "ClassVar"]
-    if said and fields_of(tree, cls.symbol, name):
+    bare = [node for node in _annotations(cls, name) if node.value is None]
+    kind = _field_of(tree, lineage(tree, cls), name) if bare else None
+    # An `InitVar` is a parameter of a dataclass's __init__, and no attribute.
+    none = [("typing", "ClassVar"), *([("dataclasses", "InitVar")] if kind == _DATACLASS else [])]
+    if kind and not all(any(_is_of(cls.source, node.annotation, *one) for one in none) for node in bare):
         return True
-    options = {option for option, methods in GENERATED.items() if name in methods}
-    return any(
-        not any(
-            item.arg in options and getattr(item.value, "value", None) is False
-            for item in getattr(decorator, "keywords", [])
-        )
-        for decorator in (_dataclass_decorators(tree, cls) if options else ())
-    )
+    options = [option for option, methods in GENERATED.items() if name in methods]
+    decorators = _dataclass_decorators(tree, cls) if options else []
+    return any(_may_be_on(cls.source, decorator, option) for decorator in decorators for option in options)
+
+
+def _may_be_on(source: SourceFile, decorator: ast.expr, option: str) -> bool:
+    """Whether a decorator may make a dataclass with an option.
+
+    It doesn't if it says so, or by default if all that it says is seen: by no function of the package around it, no
+    table of options, and no configuration, which may say `frozen`.
+    """
+    given = {item.arg: item.value for item in getattr(decorator, "keywords", [])}
+    if option in given:
+        return getattr(given[option], "value", None) is not False
+    if option in _DEFAULTS or {None, "config"}.intersection(given):
+        return True
+    names = dotted(decorator.func if isinstance(decorator, ast.Call) else decorator)
+    found = source.top(names[0]) if names[-1:] == ["dataclass"] else []
+    return not found or not all(_is_from_outside(source, item.node, names[0]) for item in found)
+
+
+def _is_from_outside(source: SourceFile, node: ast.stmt, name: str) -> bool:
+    """Whether a statement imports a name from another package, and under the name that it has there."""
+    if isinstance(node, ast.ImportFrom):
+        module = source.absolute(node) if alias_of(node, name).name == name else source.module
+    else:
+        module = alias_of(node, name).name if isinstance(node, ast.Import) else source.module
+    return module.partition(".")[0] != source.module.partition(".")[0]
 
 
 def _dataclass_decorators(tree: SourceTree, cls: Class) -> list[ast.expr]:
@@ -128,28 +202,37 @@ def _makes_dataclasses(tree: SourceTree, source: SourceFile, decorator: ast.expr
     )
 
 
-def _origin(tree: SourceTree, source: SourceFile, node: ast.expr, seen: tuple[str, ...] = ()) -> str:
+def _origin(tree: SourceTree, source: SourceFile, node: ast.expr) -> str:
     """The last name of what a decorator or a base is: `cache` of `functools.cache`, and of `memo` if that is it.
 
     Imports of a plain name are followed, and assignments to it; what the package defines itself has no such name.
     """
-    if isinstance(node, ast.Call | ast.Subscript):
-        return _origin(tree, source, node.func if isinstance(node, ast.Call) else node.value, seen)
-    if not isinstance(node, ast.Name):
-        return last_name(node)
-    where = tree.definition(source.module, node.id)
-    module, _, name = where.partition(":")
-    home = tree.file(module)
-    bound = [item.node for item in home.top(name)] if home is not None else []
-    if home is None or not bound:
-        return name
-    found = ""
-    for statement in bound if where not in seen else ():
-        if isinstance(statement, ast.ImportFrom):
-            found = alias_of(statement, name).name or found
-        elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
-            found = _origin(tree, home, statement.value, (*seen, where)) or found
-    return found
+    seen = set[str]()
+    todo: list[tuple[SourceFile, ast.expr | str]] = [(source, node)]
+    while todo:
+        source, found = todo.pop()
+        if isinstance(found, str):
+            return found
+        node = found
+        while isinstance(node, ast.Call | ast.Subscript):
+            node = node.func if isinstance(node, ast.Call) else node.value
+        if not isinstance(node, ast.Name):
+            if name := last_name(node):
+                return name
+            continue
+        where = tree.definition(source.module, node.id)
+        module, _, name = where.partition(":")
+        home = tree.file(module)
+        bound = [item.node for item in home.top(name)] if home is not None else []
+        if home is None or not bound:
+            return name
+        for statement in bound if where not in seen else ():
+            if isinstance(statement, ast.ImportFrom):
+                todo.append((home, alias_of(statement, name).name))
+            elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+                todo.append((home, statement.value))
+        seen.add(where)
+    return ""
 
 
 def last_name(node: ast.expr) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from afdpatch.registry.census import STAR, held_lines
@@ -34,23 +34,10 @@ def import_names(tree: SourceTree, entry: Entry, place: Any) -> Callable[[str], 
     return names
 
 
-def captures(tree: SourceTree, modules: Iterable[str], qualname: str) -> list[str]:
-    """Where modules use a value's name while they are imported: as a default, in a class body, in another value."""
-    found = []
-    outer, _, name = qualname.rpartition(".")
-    for module in modules:
-        source = tree.file(module)
-        if source is not None:
-            used = [
-                (item, classes) for item, classes in loads(source) if isinstance(item, ast.Name) and item.id == name
-            ]
-            lines = {item.lineno for item, classes in used if outer or not source.is_of_class(classes, name, item)}
-            found += [f"{source.file}:{line}" for line in sorted(lines)]
-    return found
+def loads(source: SourceFile) -> Iterator[tuple[ast.Name | ast.Attribute, tuple[str, ...], ast.stmt]]:
+    """The names and attributes that are read when a module is imported.
 
-
-def loads(source: SourceFile) -> Iterator[tuple[ast.Name | ast.Attribute, tuple[str, ...]]]:
-    """The names and attributes that are read when a module is imported, each with the names of the classes around it.
+    Each comes with the names of the classes around it, and its statement.
 
     What stands in functions' bodies isn't, nor annotations, nor what is for type checkers only.
     """
@@ -60,7 +47,7 @@ def loads(source: SourceFile) -> Iterator[tuple[ast.Name | ast.Attribute, tuple[
         while todo:
             item = todo.pop()
             if isinstance(item, ast.Name | ast.Attribute) and isinstance(item.ctx, ast.Load):
-                yield item, classes
+                yield item, classes, statement
             skipped = "body" if isinstance(item, ast.Lambda) else "annotation"
             for field, value in ast.iter_fields(item):
                 if field != skipped:

@@ -33,6 +33,9 @@ HOLDS = {
     "under_if": "if X:\n    from .core import free\nelse:\n    def free(): ...",
     "star_of_either": "from .guarded import *",
     "star_without_spaces": "from.core import*",
+    "star_of_package": "from .import *",
+    "star_of_package_in_two_lines": "from .\\\n    import *",
+    "star_with_a_space_in_its_name": "from . core import *",
     "star_with_spaces": "from .core  import   *",
     "star_in_two_lines": "from .core \\\n    import \\\n    *",
     "many": "from .core import (\n    helper,\n    free,  # a comment\n)",
@@ -55,12 +58,13 @@ HOLDS_NOT = {
 def tree(world: World) -> SourceTree:
     for name, source in (HOLDS | HOLDS_NOT).items():
         world.write(f"{world.package}/{name}.py", source)
+    world.write(f"{world.package}/__init__.py", "from .core import free")
     return SourceTree.at(world.package, world.site)
 
 
 def test_every_kind_of_holder_is_found_and_nothing_else(world: World, tree: SourceTree) -> None:
     found = holders_of(tree, f"{world.package}.core:free")
-    assert set(found) == {f"{world.package}.{name}" for name in HOLDS}
+    assert set(found) == {world.package, *(f"{world.package}.{name}" for name in HOLDS)}
     assert list(found) == sorted(found)
 
 
@@ -91,6 +95,12 @@ ALL = {
     "a list with another in it": ("__all__ = ['_free', *helper()]", True),
     "another list": ("__all__ = ['helper']", False),
     "another list, annotated": ("__all__: list[str] = ['helper']", False),
+    "another list, and words of it": ("__all__ = ['helper']  # see __all__.append('_free')", False),
+    "another list, and a text of it": ("__all__ = ['helper']\nX = '__all__.append'", False),
+    "changed": ("__all__ = ['helper']\n__all__[0:] = ['_free']", True),
+    "extended over lines": ("__all__ = ['helper']\n__all__ \\\n    .extend(['_free'])", True),
+    "extended in brackets": ("__all__ = ['helper']\nif LIMIT > (__all__)[0:].extend(['_free']): ...", True),
+    "extended in a function": ("__all__ = ['helper']\ndef more(): __all__.extend(['_free'])", True),
     "a condition": ("if LIMIT:\n    __all__ = ['helper']", False),
 }
 
@@ -104,7 +114,7 @@ def test_what_all_lists_is_what_a_star_gives(world: World, name: str) -> None:
     found = SourceTree.at(world.package, world.site)
     user = (f"{world.package}.user",)
     assert holders_of(found, f"{world.package}.core:_free") == (user if private else ())
-    public = any(word in text for word in ("if", "extend", "sum", "helper()"))
+    public = any(word in text for word in ("if", "extend(", "sum", "helper()", "[0:]"))
     assert holders_of(found, f"{world.package}.core:free") == (user if public else ())
 
 

@@ -198,6 +198,8 @@ def test_a_class_s_subclasses_are_named_and_those_of_other_modules_come_after_an
     assert (world.pin(), world.verify()) == (0, 7)
 
 
+D = "from dataclasses import InitVar, dataclass\nfrom typing import ClassVar\n"
+CLASS_VARIABLE = "@dataclass\nclass C:\n    f: {} = 1"
 # (source of PKG.zoo, target, words)
 FORMS = {
     "cache": ("import functools\n@functools.cache\ndef f(x): ...", "f", "cache_clear"),
@@ -222,6 +224,25 @@ FORMS = {
     "model": ("from pydantic import BaseModel\nclass C(BaseModel):\n    f: int = 1", "C.f", "a pydantic model"),
     "enumeration": ("import enum\nclass C(enum.IntEnum):\n    f = 1", "C.f", "an enumeration"),
     "named tuple": ("from typing import NamedTuple\nclass C(NamedTuple):\n    f: int = 1", "C.f", "a named tuple"),
+    "for the generated __init__": (f"{D}@dataclass\nclass C:\n    f: InitVar[int] = 1", "C.f", "a dataclass"),
+    "an inherited field": (f"{D}@dataclass\nclass B:\n    f: int = 1\nclass C(B):\n    f = 1", "C.f", "a dataclass"),
+    "one that is named a class's in a text of a text": (
+        "from __future__ import annotations\n" + D + CLASS_VARIABLE.format("'ClassVar[int]'"),
+        "C.f",
+        "a dataclass",
+    ),
+    "a text in brackets": (D + CLASS_VARIABLE.format("'(ClassVar[int])'"), "C.f", "a dataclass"),
+    "a class's by a name for checkers": (
+        "from __future__ import annotations\nfrom typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    import typing as t\n" + D + CLASS_VARIABLE.format("t.ClassVar[int]"),
+        "C.f",
+        "a dataclass",
+    ),
+    "an enumeration's, whatever its annotation": (
+        "import enum\nfrom typing import ClassVar\nclass C(enum.Enum):\n    f: ClassVar[int] = 1",
+        "C.f",
+        "an enumeration",
+    ),
 }
 
 
@@ -246,11 +267,24 @@ NO_FIELDS = {
     "subclass of a dataclass": "from dataclasses import dataclass\n@dataclass\nclass B: ...\nclass C(B):\n    f = 1",
     "class in a dataclass": "import dataclasses as d\n@d.dataclass\nclass C:\n    class D:\n        f: int\n    f = 1",
     "named tuple": "from typing import NamedTuple\nclass C(NamedTuple):\n    x: int = 1\n    f = 1",
+    "a class's": D + CLASS_VARIABLE.format("ClassVar[int]"),
+    "a class's, by its text": D + CLASS_VARIABLE.format("'ClassVar[int]'"),
+    "a class's, by its module": "import typing as t\n" + D + CLASS_VARIABLE.format("t.ClassVar"),
+    "a class's, by another name": "from typing import ClassVar as CV\n" + D + CLASS_VARIABLE.format("CV[int]"),
+    "a class's, all annotations texts": "from __future__ import annotations\nimport typing\n"
+    + D
+    + CLASS_VARIABLE.format("typing.ClassVar[int]"),
+    "a model's class's": "from typing import ClassVar\nfrom pydantic import BaseModel\n"
+    "class C(BaseModel):\n    f: ClassVar[int] = 1",
+    "annotated in a subclass of a dataclass": D + "@dataclass\nclass B:\n    x: int = 1\nclass C(B):\n    f: int = 1",
+    "annotated in a base of a dataclass": D + "class C:\n    f: int = 1\n@dataclass\nclass B(C):\n    x: int = 1",
+    "annotated in a subclass of a named tuple": "from typing import NamedTuple\n"
+    "class B(NamedTuple):\n    x: int = 1\nclass C(B):\n    f: int = 1",
 }
 
 
 @pytest.mark.parametrize("name", NO_FIELDS)
-def test_a_value_without_an_annotation_is_no_field(world: World, name: str) -> None:
+def test_a_value_of_a_class_with_fields_that_is_none_is_replaced(world: World, name: str) -> None:
     world.write(f"{world.package}/zoo.py", NO_FIELDS[name])
     world.write(f"{world.ours}/patches.py", "number = 2\n")
     patches = world.patchset(world.entry("PKG.zoo:C.f", kind="replace", replacement="OURS.patches:number"))

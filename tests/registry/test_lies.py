@@ -64,6 +64,7 @@ CHANGED: dict[str, tuple[str, str, int]] = {
     "imported afterwards": ("* scale\n", "* scale\n\n\nfrom .other import free\n", 3),
     "a module of its name": ("* scale\n", "* scale\n\n\nimport json as free\n", 3),
     "by a star afterwards": ("* scale\n", "* scale\n\n\nfrom .other import *\n", 3),
+    "by a star of a star afterwards": ("* scale\n", "* scale\n\n\nfrom .star import *\n", 3),
     "deleted": ("* scale\n", "* scale\n\n\ndel free\n", 3),
     "deleted under if": ("* scale\n", "* scale\n\n\nif sys:\n    del free\n", 3),
     "an exception's name": ("* scale\n", "* scale\n\n\ntry: ...\nexcept OSError as free: ...\n", 4),
@@ -86,6 +87,7 @@ def edited(world: World, old: str, new: str) -> None:
 def pinned(world: World) -> World:
     world.write(f"{world.package}/core.py", BASE)
     world.write(f"{world.package}/other.py", "def free(x, scale=2): return 'other'\n")
+    world.write(f"{world.package}/star.py", "from .other import *\n")
     world.declare(world.entry(kind="official", when="always"))
     assert (world.pin(), world.verify()) == (0, 0)
     return world

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from afdpatch.registry import NotInEffect, PatchSet
+from afdpatch.registry import NotInEffect, PatchSet, SourceTree
 from afdpatch.registry.overrides import leads
 from tests.registry.conftest import World
 
@@ -156,6 +156,28 @@ SUBCLASSES = {
     "a text among the bases": f"from .core import Engine\nclass S(G['a)'], Engine){BODY}",
     "another name": f"from .core import Engine\nBase = Engine\nclass S(Base){BODY}",
     "another name, annotated": f"from . import core\nBase: type = core.Engine  # it\nclass S(Base){BODY}",
+    "another name that may have become another's": "from .core import Engine, Root\n"
+    f"Base = Engine\nX and (Base := Root)\nclass S(Base){BODY}",
+    "another name after a loop over nothing": "from .core import Engine\n"
+    f"Base = Engine\nfor Base in (): ...\nclass S(Base){BODY}",
+    "another name after a case": "from .core import Engine\n"
+    f"Base = Engine\nmatch X:\n    case [Base]: ...\nclass S(Base){BODY}",
+    "a star after it, which may give another": f"from .core import Engine\nfrom .maybe import *\nclass S(Engine){BODY}",
+    "a tuple of bases that grew": f"from .core import Engine\nBASES = (Engine,)\nBASES += (X,)\nclass S(*BASES){BODY}",
+    "a tuple of bases that it came into": "from .core import Engine\n"
+    f"BASES = (X,)\nBASES += (Engine,)\nclass S(*BASES){BODY}",
+    "another name in an expression": f"from . import core\nprint(Base := core.Engine)\nclass S(Base){BODY}",
+    "another name in a condition": f"from .core import Engine\nif (Base := X or Engine): ...\nclass S(Base){BODY}",
+    "another name in a value": f"from .core import Engine\nx = [\n    (Base := Engine),\n]\nclass S(Base){BODY}",
+    "another name in an expression, elsewhere": f"from .walrus import Base\nclass S(Base){BODY}",
+    "another name on the next line": f"from . import core\nBase = \\\n    core.Engine\nclass S(Base){BODY}",
+    "another name by a call on the next line": "from .core import Engine\n"
+    f"Base = \\\n    mixed(Engine, X)\nclass S(Base){BODY}",
+    "another name on the line after": f"from .core import Engine\nBase \\\n    = Engine\nclass S(Base){BODY}",
+    "another name or, on the next line": f"from .core import Engine\nBase = Engine \\\n    or X\nclass S(Base){BODY}",
+    "another name below a comment with a backslash": "from .core import Engine\n"
+    f"# a \\\nBase = mixed(Engine, X)\nclass S(Base){BODY}",
+    "renamed over lines": f"from .core import Engine as\\\n    Base\nclass S(Base){BODY}",
     "another name in a function": f"from . import core\ndef f():\n    B = core.Engine\n    class S(B){DEEP}",
     "imported on under another name": f"from .again import Base\nclass S(Base){BODY}",
     "assigned on under another name": f"from .again import Other\nclass S(Other){BODY}",
@@ -225,6 +247,7 @@ READ = {
 
 
 def edit(world: World, where: str | None, text: str) -> None:
+    world.write(f"{world.package}/core.py", BASE)
     if where is not None and where.endswith(".py"):
         world.write(f"{world.package}/{where}", text)
     elif where is None:
@@ -262,6 +285,8 @@ def test_a_class_that_an_import_takes_the_place_of_has_moved(world: World, text:
 @pytest.mark.parametrize("name", SUBCLASSES)
 def test_an_override_is_seen_however_its_class_is_written(world: World, name: str) -> None:
     world.write(f"{world.package}/again.py", "from .core import Engine as Base\nOther = Base\n")
+    world.write(f"{world.package}/maybe.py", "if X: Engine = None\n")
+    world.write(f"{world.package}/walrus.py", "from . import core\nif (Base := core.Engine): ...\n")
     world.write(f"{world.package}/made.py", "from . import core\nMixed = cast(type, mixed(core.Engine))\n")
     pinned(world, RUN)
     world.write(f"{world.package}/other.py", SUBCLASSES[name])
@@ -285,6 +310,13 @@ def test_an_override_is_seen_however_its_class_is_written(world: World, name: st
         ("A = Engine\\\n.b", True),
         ("A = Engine.b", False),
         ("A = MyEngine", False),
+        ("A = \\\n    x.Engine", True),
+        ("A = f(1, \\\r\n    Engine", True),
+        ("(A := Engine", True),
+        ("if (A := x.Engine) or B: ...", True),
+        ("A[x:=Engine", True),
+        ("(a := 1, Engine", True),
+        ("(a := 1), Engine", False),
         ("f(\n    a=Engine,\n)", False),
         ("A = {\n    'a': Engine,\n}", False),
         ("A = 'a', 'Engine'", False),
@@ -334,6 +366,38 @@ def test_an_override_that_no_longer_calls_what_it_overrides_is_drift(world: Worl
     assert (world.pin(), world.verify()) == (0, 0)
 
 
+# What an override does that called what it overrides, and what is said of it.
+GOES_ON = {
+    "by a name": ("s = super()\n        return s.run(x)", 0),
+    "by an annotated name": ("s: object = super(Sub, self)\n        return s.run(x)", 0),
+    "by a name with another": ("s, t = super(), 1\n        return s.run(x)", 0),
+    "by a name in an expression": ("return (s := super()).run(x)", 0),
+    "by a name in an expression before": ("(s := super())\n        return s.run(x)", 0),
+    "by one of two": ("return (super() if x else super(Sub, self)).run(x)", 0),
+    "by a name for itself too": ("s = super()\n        s = self\n        return s.run(x)", 4),
+    "by a name for itself on a condition": ("s = super() if x else self\n        return s.run(x)", 4),
+    "by a parameter's name": ("s = super()\n        return (lambda s: s.run(x))(self)", 4),
+    "by a loop's name": ("s = super()\n        return [s.run(x) for s in (self,)]", 4),
+    "by a name that a function of it gives away": (
+        "s = super()\n        def f():\n            nonlocal s\n            s = self\n        return s.run(x)",
+        4,
+    ),
+    "by another's name": ("s = super()\n        return s.other.run(x)", 4),
+}
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+def test_an_override_calls_what_it_overrides_by_a_name_too(world: World, name: str) -> None:
+    body, expected = GOES_ON[name]
+    sub = "class Sub(Engine):\n    def run(self, x):\n        {}\n"
+    world.write(f"{world.ours}/patches.py", OURS)
+    edit(world, "class Sub(Engine): ...\n", sub.format("return super().run(x)"))
+    world.declare(world.entry(RUN))
+    assert (world.pin(), world.verify()) == (0, 0)
+    edit(world, "class Sub(Engine): ...\n", sub.format(body))
+    assert world.verify() == expected
+
+
 def test_a_private_name_is_overridden_by_a_class_of_the_same_name_only(world: World) -> None:
     body = ":\n    def __run(self, x): ...\n    def __init__(self): self.__run = len\n"
     world.write(f"{world.package}/core.py", "class Engine:\n    def __run(self, x): ...\n")
@@ -364,6 +428,64 @@ def test_a_long_line_is_searched_in_linear_time(world: World, words: str) -> Non
     assert time.process_time() - start < 3
 
 
+@pytest.mark.parametrize("words", ["from.", "from .", ". import ", "free ", "fromfree", "import "])
+def test_a_long_line_is_searched_for_stars_in_linear_time(world: World, words: str) -> None:
+    pinned(world, "PKG.core:free")
+    world.write(f"{world.package}/data.py", f"X = '{words * 20_000}'  # import *\nfree = 1\n")
+    start = time.process_time()
+    assert world.verify() == 0
+    assert time.process_time() - start < 3
+
+
+# How a name may lead to the class a thousand times: before, for each number, and after.
+CHAINS = {
+    "aliases": ("from .core import Engine as E0", "E{1} = E{0}", "class S(E1000): run = len"),
+    "assignments": ("from .core import Engine as E0", "E{1} = E{0}", "E1000.run = len"),
+    "one name": ("from .core import Engine as E", "E = E", "class S(E): run = len"),
+    "one of two": ("from .core import Engine as E0", "if X: E{1} = E{0}\nelse: E{1} = X or E{0}", "E1000.run = len"),
+    "in a function": ("def f():\n from .core import Engine as E0", " E{1} = E{0}", " class S(E1000): run = len"),
+    "in a class": ("from .core import Engine\nclass A:\n E0 = Engine", " E{1} = E{0}", "class S(A.E1000): run = len"),
+    "subclasses": ("from .core import Engine as E0", "class E{1}(E{0}): ...", "class S(E1000): run = len"),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_name_is_followed_a_thousand_times(world: World, name: str) -> None:
+    pinned(world, RUN)
+    before, each, after = CHAINS[name]
+    text = [before, *(each.format(number, number + 1) for number in range(1000)), after]
+    world.write(f"{world.package}/other.py", "\n".join(text) + "\n")
+    start = time.process_time()
+    assert world.verify() == (7 if "E1000.run" in after else 4)
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize("text", ["from .m{} import Engine, free", "from .m{} import *"])
+def test_a_name_is_followed_through_hundreds_of_modules(world: World, text: str) -> None:
+    pinned(world, RUN)
+    world.write(f"{world.package}/m0.py", "from .core import Engine, free\n")
+    for number in range(600):
+        world.write(f"{world.package}/m{number + 1}.py", text.format(number))
+    world.write(f"{world.package}/other.py", "from .m600 import Engine\nclass S(Engine): run = len\nEngine.run = len\n")
+    assert world.verify() == 7
+    tree = SourceTree.at(world.package, world.site)
+    assert tree.definition(f"{world.package}.m600", "free") == f"{world.package}.core:free"
+
+
+def test_the_lineage_of_a_class_below_a_thousand_is_known_from_its_end(world: World) -> None:
+    text = ["class B0:\n    def run(self): ...", *(f"class B{number + 1}(B{number}): ..." for number in range(1000))]
+    world.write(f"{world.package}/core.py", "\n".join(text) + "\n")
+    tree = SourceTree.at(world.package, world.site)
+    assert tree.resolve(f"{world.package}.core:B1000.run").defined_as == f"{world.package}.core:B0.run"
+
+
+def test_what_a_decorator_is_called_is_followed_a_thousand_times(world: World) -> None:
+    text = ["import functools\nC0 = functools.cache", *(f"C{number + 1} = C{number}" for number in range(1000))]
+    world.write(f"{world.package}/core.py", "\n".join([*text, "@C1000\ndef free(x, scale=2): ...\n"]))
+    world.declare(world.entry())
+    assert (world.pin(), world.verify()) == (0, 2)
+
+
 @pytest.mark.parametrize("name", READ)
 def test_a_value_that_is_read_at_import_is_refused_by_its_source(world: World, name: str) -> None:
     target, where, text = READ[name]
@@ -373,6 +495,47 @@ def test_a_value_that_is_read_at_import_is_refused_by_its_source(world: World, n
     assert world.verify() == 7
     with pytest.raises(NotInEffect, match=rf"{world.package}/(core|other)\.py:\d+"):
         PatchSet.load(world.ours).apply(role="red", process="worker")
+
+
+# What reads another value of the name; the last does so in a module that is a holder and hasn't been imported.
+NOT_READ = {
+    "of another class": (SIZE, None, "class Second:\n    SIZE = 4\n    MORE = SIZE * 2"),
+    "of another class, as a default": (SIZE, None, "class Second:\n    SIZE = 4\n    def f(self, x=SIZE): ..."),
+    "of the module": (SIZE, None, "SIZE = 4\nMORE = SIZE * 2"),
+    "after it is in effect": (LIMIT, "other.py", "from .core import LIMIT\nMORE = LIMIT * 2"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+def test_what_reads_another_value_of_the_name_is_in_nobody_s_way(world: World, name: str) -> None:
+    target, where, text = NOT_READ[name]
+    world.write(f"{world.package}/other.py", "from .core import LIMIT\n")
+    world.write(f"{world.ours}/patches.py", OURS)
+    edit(world, where, text)
+    holders = ["PKG.other"] if target == LIMIT else []
+    patches = world.patchset(world.entry(target, kind="replace", when="always", holders=holders))
+    assert world.verify() == 0
+    patches.arm()
+    core, other = world.load("PKG.core"), world.load("PKG.other")
+    assert 99 in (core.LIMIT, core.Engine.SIZE) and other.LIMIT == core.LIMIT
+    patches.undo()
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [(None, "if LIMIT > 1: ..."), ("other.py", "from .core import LIMIT as limit\nMORE = limit * 2")],
+)
+def test_a_number_that_source_does_not_show_to_be_one_is_read_by_nobody(
+    world: World, where: str | None, text: str
+) -> None:
+    world.write(f"{world.package}/other.py", "from .core import LIMIT as limit\n")
+    edit(world, where, text)
+    world.core("LIMIT = 3", "LIMIT = (lambda: 3)()")
+    world.write(f"{world.ours}/patches.py", OURS)
+    patches = world.patchset(world.entry(LIMIT, kind="replace", holders=["PKG.other"]))
+    assert world.load("PKG.other").limit == 3
+    with pytest.raises(NotInEffect, match=rf"{world.package}/(core|other)\.py:\d+"):
+        patches.apply(role="red", process="worker")
 
 
 ASSIGNED = {
@@ -388,7 +551,37 @@ ASSIGNED = {
     "by a loop's name": "from . import core\nfor E, run in ((core.Root, 1), (core.Engine, len)):\n    E.run = run",
     "by a name on a condition": "from . import core\nE = core.Root if X else core.Engine\nE.run = len",
     "by a name with another": "from . import core\nX, E = 1, core.Engine\nE.run = len",
+    "by a name in an expression": "from . import core\nif (E := core.Engine): E.run = len",
+    "by a name in an expression or before": "from . import core\nE = core.Engine\nX and (E := core.Root)\nE.run = len",
+    "by a class's name": "from . import core\nclass C:\n    E = core.Engine\n    E.run = len",
+    "by a class's loop": "from . import core\nclass C:\n    for E in (core.Engine,):\n        E.run = len",
+    "by a class's import": "class C:\n    from .core import Engine\n    Engine.run = len",
+    "by the module's name, perhaps": "from .core import Engine as E\nclass C:\n    if X: E = None\n    E.run = len",
+    "over lines": "from . import core\ncore.Engine.run \\\n    = len",
+    "by a name over lines": "from . import core\nE = \\\n    core.Engine\nE.run = len",
     "one of two": "if len:\n    from .fast import Engine\nelse:\n    from .core import Engine\nEngine.run = len",
+    "by a name that may have become another's": "from . import core\nE = core.Engine\nif X: E = core.Root\nE.run = len",
+    "by a name that becomes another's there": "from . import core\nE = core.Engine\nE.run, E = len, core.Root",
+    "in a loop's second round": "from . import core\nE = core.Root\nfor _ in X:\n    E.run = len\n    E = core.Engine",
+    "in a condition's second round": "from . import core\nE = X\nwhile E.run:\n    del E.run\n    E = core.Engine",
+    "after a loop over nothing": "from . import core\nE = core.Engine\nfor E in (): ...\nE.run = len",
+    "in the else of a loop over nothing": "from . import core\nE = core.Engine\nfor E in (): ...\nelse: E.run = len",
+    "after a star that may give another": "from . import core\nE = core.Engine\nfrom .maybe import *\nE.run = len",
+    "by a loop's own name": "from . import core\nfor E, E.run in ((core.Engine, len),): ...",
+    "by a star's name, later another's": "from .core import *\nEngine.run = len\nEngine = None",
+    "after what is for checkers": "from typing import TYPE_CHECKING\nfrom .core import Engine\n"
+    "if TYPE_CHECKING: Engine = None\nEngine.run = len",
+}
+# What is done to others by a name that has been the class's, or will be.
+REBOUND = {
+    "a loop's name": "for E in (core.Engine,): E.x = 1\nfor E in (core.Root,):\n    E.run = len",
+    "a loop's name, with another": "for E, x in ((core.Engine, 1),): ...\nfor E, x in ((core.Root, 1),): E.run = x",
+    "assigned": "E = core.Engine\nE = core.Root\nE.run = len",
+    "assigned later": "E = core.Root\nE.run = len\nE = core.Engine",
+    "imported": "from .core import Engine as E\nfrom .core import Root as E\nE.run = len",
+    "defined": "from .core import Engine as E\nclass E: ...\nE.run = len",
+    "by way of another": "E = core.Root\nF = E\nE = core.Engine\nF.run = len",
+    "read": "E = core.Engine\nE = core.Root\nx = E.run",
 }
 
 
@@ -417,10 +610,46 @@ def test_names_that_stand_for_each_other_lead_nowhere(world: World) -> None:
     assert world.verify() == 0
 
 
+@pytest.mark.parametrize("name", REBOUND)
+def test_a_name_stands_for_what_it_was_bound_to_last(world: World, name: str) -> None:
+    pinned(world, RUN)
+    edit(world, "other.py", f"from . import core\n{REBOUND[name]}\n")
+    assert world.verify() == 0
+    text = REBOUND[name].replace("\n", "\n    ")
+    edit(world, "other.py", f"from . import core\ndef f():\n    {text}\n")
+    assert world.verify() == (0 if name == "read" else 4)  # in a function, all that binds it counts
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "expected"),
+    [
+        ("E = None", "E = core.Engine\n    x = E.run", 7),
+        ("E = core.Engine", "E = core.Root\n    x = E.run", 0),
+        ("E = core.Engine", "x = E.run\n    E = core.Root", 7),
+        ("E = core.Engine", "E = core.Root\n    x = [E.run for _ in X]", 7),
+        ("E = core.Root", "E = core.Engine\n    class D:\n        x = E.run", 0),
+        ("E = core.Root", "core = None\n    x = core.Engine.run", 0),
+    ],
+)
+def test_a_class_s_body_has_names_of_its_own(world: World, before: str, inside: str, expected: int) -> None:
+    pinned(world, RUN)
+    edit(world, "other.py", f"from . import core\n{before}\nclass C:\n    {inside}\n")
+    assert world.verify() == expected
+
+
+def test_what_reads_a_name_later_reads_what_it_is_then(world: World) -> None:
+    pinned(world, RUN)
+    edit(world, "other.py", "from . import core\nE = core.Root\nruns = {1: (E.run for _ in X)}\nE = core.Engine\n")
+    assert world.verify() == 7
+    edit(world, "other.py", "from . import core\nE = core.Root\nruns = {1: [E.run for _ in X]}\nE = core.Engine\n")
+    assert world.verify() == 0
+
+
 @pytest.mark.parametrize("assigned", ASSIGNED.values(), ids=ASSIGNED)
 def test_an_assignment_in_another_module_is_refused_for_every_entry(world: World, assigned: str) -> None:
     for when in ("role", "always"):
         pinned(world, RUN, when)
+        world.write(f"{world.package}/maybe.py", "if X: E = None\n")
         edit(world, "other.py", assigned)
         assert world.verify() == 7
         assert (world.pin(), world.verify()) == (0, 7)
@@ -481,15 +710,99 @@ GENERATED = {
     "no method": (RUN, "@dataclasses.dataclass\nclass S(Engine): ...\n", 0),
     "a field": (RUN, "@dataclasses.dataclass\nclass S(Engine):\n    run: object\n", 4),
     "a field of a model": (RUN, "from pydantic import BaseModel\nclass S(BaseModel, Engine):\n    run: object\n", 4),
-    "no field": (RUN, "@dataclasses.dataclass\nclass S(Engine):\n    run: ClassVar[object]\n", 0),
+    "a field under if": (RUN, "@dataclasses.dataclass\nclass S(Engine):\n    if Engine:\n        run: object\n", 4),
+    "a field, in a function": (
+        RUN,
+        "def f():\n    @dataclasses.dataclass\n    class S(Engine):\n        run: object\n",
+        4,
+    ),
+    "no field": (
+        RUN,
+        "from typing import ClassVar\n@dataclasses.dataclass\nclass S(Engine):\n    run: ClassVar[object]\n",
+        0,
+    ),
+    "no field, by its text": (
+        RUN,
+        "import typing\n@dataclasses.dataclass\nclass S(Engine):\n    run: 'typing.ClassVar[object]'\n",
+        0,
+    ),
+    "what only the generated method takes": (
+        RUN,
+        "@dataclasses.dataclass\nclass S(Engine):\n    run: dataclasses.InitVar[object]\n",
+        0,
+    ),
+    "what only looks like a class's": (
+        RUN,
+        "ClassVar = list\n@dataclasses.dataclass\nclass S(Engine):\n    run: ClassVar[object]\n",
+        4,
+    ),
+    "an annotation in a subclass of a dataclass": (
+        RUN,
+        "@dataclasses.dataclass\nclass S(Engine): ...\nclass T(S):\n    run: object\n",
+        0,
+    ),
     "an annotation": (RUN, "class S(Engine):\n    run: object\n", 0),
+    "what a frozen one has": ("Engine.__setattr__", "@dataclasses.dataclass(frozen=True)\nclass S(Engine): ...\n", 4),
+    "what one has that may be frozen": (
+        "Engine.__setattr__",
+        "@dataclasses.dataclass(frozen=X)\nclass S(Engine): ...\n",
+        4,
+    ),
+    "what one has whose options aren't seen": (
+        "Engine.__lt__",
+        "@dataclasses.dataclass(**X)\nclass S(Engine): ...\n",
+        4,
+    ),
+    "what one has by another name": (
+        "Engine.__setattr__",
+        "frozen = dataclasses.dataclass(frozen=True)\n@frozen\nclass S(Engine): ...\n",
+        4,
+    ),
+    "what one has by a function of the package": (
+        "Engine.__setattr__",
+        "from typing import dataclass_transform\n@dataclass_transform()\n"
+        "def config(c): return dataclasses.dataclass(c, frozen=True)\n"
+        "@config\nclass S(Engine): ...\n",
+        4,
+    ),
+    "what one has by a function of its name": (
+        "Engine.__setattr__",
+        "dataclass = dataclasses.dataclass(frozen=True)\n@dataclass\nclass S(Engine): ...\n",
+        4,
+    ),
+    "what one has by its configuration": (
+        "Engine.__setattr__",
+        "from pydantic.dataclasses import dataclass\n@dataclass(config={'frozen': True})\nclass S(Engine): ...\n",
+        4,
+    ),
+    "what only a frozen one has, by name": (
+        "Engine.__setattr__",
+        "from dataclasses import dataclass\n@dataclass(order=True)\nclass S(Engine): ...\n",
+        0,
+    ),
+    "what only a frozen one has": ("Engine.__setattr__", "@dataclasses.dataclass\nclass S(Engine): ...\n", 0),
+    "what an ordered one has": ("Engine.__lt__", "@dataclasses.dataclass(order=True)\nclass S(Engine): ...\n", 4),
+    "what only an ordered one has": (
+        "Engine.__lt__",
+        "@dataclasses.dataclass(order=False, frozen=True)\nclass S(Engine): ...\n",
+        0,
+    ),
+    "what one with a hash has": (
+        "Engine.__hash__",
+        "@dataclasses.dataclass(eq=False, unsafe_hash=True)\nclass S(Engine): ...\n",
+        4,
+    ),
+    "what one with slots has": ("Engine.__getstate__", "@dataclasses.dataclass(slots=True)\nclass S(Engine): ...\n", 4),
 }
 
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_what_a_dataclass_has_of_its_own_is_an_override(world: World, name: str) -> None:
     target, text, expected = GENERATED[name]
+    method = target.rpartition(".")[2]
     world.write(f"{world.package}/core.py", BASE)
+    if method not in BASE:
+        world.core("class Sub(Engine)", f"    def {method}(self, *args): ...\n\n\nclass Sub(Engine)")
     world.declare(world.entry(f"PKG.core:{target.rpartition(':')[2]}", id="a", replacement="OURS.patches:run"))
     assert (world.pin(), world.verify()) == (0, 0)
     world.write(f"{world.package}/other.py", f"{DATACLASS}{text}")
