@@ -38,7 +38,7 @@ demo: env ## an AFD pair and a stock vLLM side by side, on the CPU
 lint: env ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy requirements/environment.py
+	@$(BIN)/mypy requirements/environment.py afdpatch_plugin.py
 	@# mypy doesn't know the packaging's map of folders (patches/ is afdpatch.patches, and so on): give it the tree.
 	@rm -rf build/mypy && mkdir -p build/mypy/afdpatch
 	@ln -s $(CURDIR)/afdpatch/* $(CURDIR)/kernels $(CURDIR)/manifests $(CURDIR)/patches build/mypy/afdpatch/

@@ -13,7 +13,7 @@ patchset = PatchSet.load("afdpatch.manifests", "afd")
 
 
 def register() -> None:
-    """vLLM's plug-in hook (`vllm.general_plugins`): arm the always-on patches, ours and those of declared manifests.
+    """What vLLM's plug-in hook calls (`afdpatch_plugin`): arms the always-on patches, ours and of declared manifests.
 
     Raises:
         PatchError: they can't be put in effect in this vLLM. vLLM then doesn't start, since a server that was meant

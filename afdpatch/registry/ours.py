@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from afdpatch.registry.scope import bindings
+
 
 @dataclass(frozen=True)
 class OwnCode:
@@ -57,6 +59,26 @@ def own_code(name: str) -> OwnCode:
         node = named[-1]
         body = node.body
     return OwnCode(name, path, node.lineno, ast.get_docstring(node)) if node else OwnCode(name, path)
+
+
+def lacking(name: str) -> str | None:
+    """Why `module:Qualified.name` can't be there, by the module's source; None if it may be.
+
+    A module that isn't found from here may be found elsewhere, and one may make its names as it runs.
+    """
+    module, _, qualname = name.partition(":")
+    path = _module_file(module)
+    if path is None:
+        return None
+    try:
+        source = path.read_bytes()
+        names = bindings(ast.parse(source).body)
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"{path} can't be read: {error}"
+    first = qualname.partition(".")[0]
+    if b"globals(" in source or names.keys() & {first, "*", "__getattr__"}:
+        return None
+    return f"{path} has no {first}"
 
 
 def _module_file(module: str) -> Path | None:

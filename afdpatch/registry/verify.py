@@ -14,6 +14,7 @@ from afdpatch.registry.identity import Identity
 from afdpatch.registry.lock import Keeper, Lock, manifest_digest
 from afdpatch.registry.manifest import Entry, Manifest
 from afdpatch.registry.moved import Candidate, find_moved
+from afdpatch.registry.ours import lacking
 from afdpatch.registry.report import EntryReport, Finding, Report, Verdict
 from afdpatch.registry.source import SourceTree, Symbol, SymbolAbsent, SymbolMoved
 from afdpatch.registry.unsound import why_unpatchable
@@ -49,6 +50,7 @@ def verify(
             kind = here[entry.target].kind
             found += _unpatchable(entry, here[entry.target], tree)
             found += _keepers(entry, lock, keepers_of(tree, entry.target, kind, holders))
+        found += _lacking(entry)
         found += _probe_findings(entry, (probes or {}).get(entry.id, False))
         symbol = here.get(entry.target, lock.symbols[entry.target])
         entries.append(EntryReport(entry=entry, file=symbol.file, line=symbol.line, findings=tuple(found)))
@@ -229,6 +231,22 @@ def _unpatchable(entry: Entry, symbol: Symbol, tree: SourceTree) -> list[Finding
             file=symbol.file,
             line=symbol.line,
         )
+    ]
+
+
+def _lacking(entry: Entry) -> list[Finding]:
+    """Functions of ours that an entry names and that aren't there."""
+    return [
+        Finding(
+            verdict=Verdict.UNPATCHABLE,
+            message=f"its {key} is absent",
+            expected=name,
+            found=reason,
+            todo=f"write it, or correct {key} in the manifest, then `afdpatch pin`",
+            symbol=name,
+        )
+        for key in ("replacement", "remove_when", "probe")
+        if (name := getattr(entry, key)) is not None and (reason := lacking(name)) is not None
     ]
 
 

@@ -132,6 +132,27 @@ def test_verify_names_patch_symbol_expected_and_found(vllm_copy: Path, name: str
             assert word in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [(None, "expected the installed package, found {folder}"), ("import nobody_has_this", "nobody_has_this")],
+    ids=["the folder above a clone", "what it needs isn't installed"],
+)
+def test_vllm_does_not_start_where_afdpatch_cannot_be_imported(tmp_path: Path, source: str | None, words: str) -> None:
+    folder = tmp_path / "afdpatch"
+    folder.mkdir()
+    if source is not None:
+        (folder / "__init__.py").write_text(source)
+    done = subprocess.run(
+        [sys.executable, "-c", "from vllm import plugins; plugins.load_general_plugins(); print('started')"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1 and "started" not in done.stdout, done.stdout + done.stderr
+    assert words.format(folder=folder) in done.stderr
+
+
 def test_another_release_is_refused_with_code_8(vllm_copy: Path) -> None:
     edit(vllm_copy, "_version.py", "__version__ = version = '0.30.0'", "__version__ = version = '0.31.0'")
     done = subprocess.run(

@@ -319,3 +319,32 @@ def test_the_gravest_verdict_counts() -> None:
     assert order == [8, 3, 5, 2, 7, 4, 6, 1, 0]
     assert Verdict.gravest([Verdict.OBSOLETE, Verdict.OK, Verdict.ABSENT, Verdict.DRIFTED]) is Verdict.ABSENT
     assert Verdict.gravest([]) is Verdict.OK
+
+
+@pytest.mark.parametrize("key", ["replacement", "remove_when", "probe"])
+def test_a_function_of_ours_that_is_not_there_is_found_before_anything_is_applied(
+    world: World, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    world.declare(world.entry(**{key: "OURS.patches:nosuch"}))
+    assert world.pin() == 0
+    report = outcome(world, capsys)
+    assert report["exit_code"] == 2
+    (finding,) = report["entries"][0]["findings"]
+    assert finding["message"] == f"its {key} is absent"
+    assert finding["found"].endswith("patches.py has no nosuch")
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from elsewhere import *", "from elsewhere import nosuch", "def __getattr__(name): ...", "nosuch = 3",
+     "for name in ('nosuch',):\n    globals()[name] = print", "if True:\n    class nosuch: ..."],
+)  # fmt: skip
+def test_what_a_module_may_have_is_not_said_to_be_absent(
+    world: World, capsys: pytest.CaptureFixture[str], source: str
+) -> None:
+    world.write("OURS/patches.py".replace("OURS", world.ours), source)
+    world.declare(
+        world.entry(replacement="OURS.patches:nosuch"), world.entry("PKG.core:Engine.run", replacement="x.y:z")
+    )
+    assert world.pin() == 0
+    assert outcome(world, capsys)["exit_code"] == 0
