@@ -23,7 +23,7 @@ from typing import Any
 
 from afdpatch.cli import client
 from tests.e2e.sameness import tokens_of
-from tests.gpu.judge import across_padding, judge, rounded
+from tests.gpu.judge import across_padding, faults, judge, rounded
 
 ROOT = Path(__file__).parents[2]
 ARCHITECTURES = {"qwen3-moe": "Qwen3MoeForCausalLM", "deepseek-v2": "DeepseekV2ForCausalLM"}
@@ -227,34 +227,30 @@ class Matrix:
         }
         if runner == "0":  # V1 compiles a kernel for two minutes for it
             cases = [case for case in cases if case != "seeded"]
-        try:
-            server = self.ffn(f"{chain}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE)
-            spec = {"model": str(folder), "cases": cases, "dump_after_s": 170}
-            results: dict[str, Any] = {}
-            for mode in modes if cases else []:
-                full = f"{chain}-{mode}"
-                both = spec | {"engine": ENGINE | MODES[mode]}
-                stock = self.driver(f"{full}-stock", both | alike(name, mode), "01"[index % 2], runner)
-                hopping = both | {"afd": afd, "zero_url": f"http://127.0.0.1:{port}"}
-                process = self.driver(f"{full}-afd", hopping, "0,1", runner)
-                seen = self.finish(f"{full}-afd", process, 300)
-                same = self.finish(f"{full}-stock", stock, 120)
-                self.results[full] = judge(same, seen, cases)
-                results[mode] = same, seen
-                if same is not None and seen is not None:
-                    self.results[full]["ffn hops"] = self.hops(port)
-                self.say(f"{full}: {json.dumps(self.results[full])[:600]}")
-            if {"eager", "graph"} <= results.keys() and results["eager"][0] and results["graph"][1]:
-                found = across_padding(results["eager"][0], results["graph"][1], cases)
-                self.results[f"{chain}-padding"] = found
-                self.say(f"{chain}-padding: {found}")
-            for mode in losses:
-                self.kill_attention(chain, folder, afd, mode, server, runner, port)
-            for mode in losses:
-                server = self.survive(chain, folder, afd, mode, server, runner, afd_port, port)
-        except Exception:
-            self.results[f"{chain}:error"] = traceback.format_exc()
-            self.say(traceback.format_exc())
+        server = self.ffn(f"{chain}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE)
+        spec = {"model": str(folder), "cases": cases, "dump_after_s": 170}
+        results: dict[str, Any] = {}
+        for mode in modes if cases else []:
+            full = f"{chain}-{mode}"
+            both = spec | {"engine": ENGINE | MODES[mode]}
+            stock = self.driver(f"{full}-stock", both | alike(name, mode), "01"[index % 2], runner)
+            hopping = both | {"afd": afd, "zero_url": f"http://127.0.0.1:{port}"}
+            process = self.driver(f"{full}-afd", hopping, "0,1", runner)
+            seen = self.finish(f"{full}-afd", process, 300)
+            same = self.finish(f"{full}-stock", stock, 120)
+            self.results[full] = judge(same, seen, cases)
+            results[mode] = same, seen
+            if same is not None and seen is not None:
+                self.results[full]["ffn hops"] = self.hops(port)
+            self.say(f"{full}: {json.dumps(self.results[full])[:600]}")
+        if {"eager", "graph"} <= results.keys() and results["eager"][0] and results["graph"][1]:
+            found = across_padding(results["eager"][0], results["graph"][1], cases)
+            self.results[f"{chain}-padding"] = found
+            self.say(f"{chain}-padding: {found}")
+        for mode in losses:
+            self.kill_attention(chain, folder, afd, mode, server, runner, port)
+        for mode in losses:
+            server = self.survive(chain, folder, afd, mode, server, runner, afd_port, port)
 
     def survive(
         self,
@@ -297,33 +293,27 @@ class Matrix:
         folder, afd_port, port = ROOT / "tests" / "models" / name, self.base + 20 + index, self.base + 120 + index
         full = f"{name}-merged" if merge else f"{name}-two-{mode}"
         extra = {"hop_timeout_s": 60, "connect_timeout_s": 300, "merge": merge}
-        try:
-            self.ffn(f"{full}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE, attention_ranks=2, extra=extra)
-            spec: dict[str, Any] = {"model": str(folder), "cases": cases, "engine": ENGINE | MODES[mode]}
-            afd = {"role": "attention", "port": afd_port, "connector": self.connector, "num_attention_ranks": 2}
-            afd["connector_extra_config"] = extra
-            stock = self.driver(f"{full}-stock", spec | alike(name, mode), "1", "1")
-            both = [
-                self.driver(f"{full}-afd{rank}", spec | {"afd": afd | {"rank": rank}}, "0,1", "1") for rank in (0, 1)
-            ]
-            same = self.finish(f"{full}-stock", stock, 250)
-            for rank, process in enumerate(both):
-                seen = self.finish(f"{full}-afd{rank}", process, 250)
-                if merge and same and seen:
-                    self.results[f"{full}-{rank}"] = across_padding(same, seen, cases)
-                else:
-                    self.results[f"{full}-{rank}"] = judge(same, seen, cases)
-                self.say(f"{full}-{rank}: {json.dumps(self.results[f'{full}-{rank}'])[:500]}")
-            if merge:
-                page = client.metrics(f"http://127.0.0.1:{port}")
-                self.results[f"{full}-hops"] = {
-                    "merged": client.total(page, "afd_hops_merged_total"),
-                    "of": self.hops(port),
-                }
-                self.say(f"{full}-hops: {self.results[f'{full}-hops']}")
-        except Exception:
-            self.results[f"{full}:error"] = traceback.format_exc()
-            self.say(traceback.format_exc())
+        self.ffn(f"{full}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE, attention_ranks=2, extra=extra)
+        spec: dict[str, Any] = {"model": str(folder), "cases": cases, "engine": ENGINE | MODES[mode]}
+        afd = {"role": "attention", "port": afd_port, "connector": self.connector, "num_attention_ranks": 2}
+        afd["connector_extra_config"] = extra
+        stock = self.driver(f"{full}-stock", spec | alike(name, mode), "1", "1")
+        both = [self.driver(f"{full}-afd{rank}", spec | {"afd": afd | {"rank": rank}}, "0,1", "1") for rank in (0, 1)]
+        same = self.finish(f"{full}-stock", stock, 250)
+        for rank, process in enumerate(both):
+            seen = self.finish(f"{full}-afd{rank}", process, 250)
+            if merge and same and seen:
+                self.results[f"{full}-{rank}"] = across_padding(same, seen, cases)
+            else:
+                self.results[f"{full}-{rank}"] = judge(same, seen, cases)
+            self.say(f"{full}-{rank}: {json.dumps(self.results[f'{full}-{rank}'])[:500]}")
+        if merge:
+            page = client.metrics(f"http://127.0.0.1:{port}")
+            self.results[f"{full}-hops"] = {
+                "merged": client.total(page, "afd_hops_merged_total"),
+                "of": self.hops(port),
+            }
+            self.say(f"{full}-hops: {self.results[f'{full}-hops']}")
 
     def fp8(self, name: str, index: int) -> None:
         """A pair whose hidden states travel in 8 bits: perplexity of held-out text, and a batch in graphs."""
@@ -331,60 +321,50 @@ class Matrix:
         full, case = f"{name}-fp8", "perplexity:8"
         extra = {"hop_timeout_s": 60, "connect_timeout_s": 300, "a2f_dtype": "fp8_e4m3"}
         afd = {"role": "attention", "port": afd_port, "connector": self.connector, "connector_extra_config": extra}
-        try:
-            self.ffn(f"{full}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE, extra=extra)
-            seen: dict[str, Any] = {}
-            for label, mode, cases in (
-                ("stock", "eager", [case]),
-                ("eager", "eager", [case]),
-                ("graph", "graph", [case, "batch:16"]),
-            ):
-                spec = {"model": str(folder), "cases": cases, "engine": ENGINE | MODES[mode]}
-                if label != "stock":
-                    spec["afd"] = afd
-                seen[label] = self.finish(f"{full}-{label}", self.driver(f"{full}-{label}", spec, "0,1", "1"), 300)
-            for label in ("eager", "graph"):
-                self.results[f"{full}-{label}"] = rounded(seen["stock"], seen[label], case)
-                self.say(f"{full}-{label}: {self.results[f'{full}-{label}']}")
-        except Exception:
-            self.results[f"{full}:error"] = traceback.format_exc()
-            self.say(traceback.format_exc())
+        self.ffn(f"{full}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE, extra=extra)
+        seen: dict[str, Any] = {}
+        for label, mode, cases in (
+            ("stock", "eager", [case]),
+            ("eager", "eager", [case]),
+            ("graph", "graph", [case, "batch:16"]),
+        ):
+            spec = {"model": str(folder), "cases": cases, "engine": ENGINE | MODES[mode]}
+            if label != "stock":
+                spec["afd"] = afd
+            seen[label] = self.finish(f"{full}-{label}", self.driver(f"{full}-{label}", spec, "0,1", "1"), 300)
+        for label in ("eager", "graph"):
+            self.results[f"{full}-{label}"] = rounded(seen["stock"], seen[label], case)
+            self.say(f"{full}-{label}: {self.results[f'{full}-{label}']}")
 
     def stale(self, name: str, other_site: str) -> None:
         """A compile cache of another manifest is not served; with the key defeated it would be."""
         folder, afd_port, port = ROOT / "tests" / "models" / name, self.base + 30, self.base + 130
         cache = {"VLLM_CACHE_ROOT": str(self.out / "stale-cache")}
-        other = cache | {"PYTHONPATH": f"{other_site}:{os.environ['PYTHONPATH']}"}
+        other = cache | {"PYTHONPATH": os.pathsep.join([other_site, *filter(None, [os.environ.get("PYTHONPATH")])])}
         afd = {"role": "attention", "port": afd_port, "connector": self.connector}
         afd["connector_extra_config"] = {"hop_timeout_s": 60, "connect_timeout_s": 300}
         engine = ENGINE | {"compilation_config": {k: v for k, v in GRAPHS.items() if k != "mode"}}
         spec: dict[str, Any] = {"model": str(folder), "cases": ["batch:1"], "engine": engine, "afd": afd}
         found: dict[str, Any] = {}
-        try:
-            for label, environment, steps in (
-                ("X", cache, (("cold", {}), ("warm", {}), ("keyless", {"constant_key": "0"}))),
-                ("Y", other, (("edited", {}), ("keyless-edited", {"constant_key": "0"}))),
-            ):
-                server = self.ffn(f"stale-{label}-ffn", folder, afd_port, port, "1,0", **environment)
-                for step, more in steps:
-                    full = f"stale-{label}-{step}"
-                    process = self.driver(full, spec | more, "0,1", "1", **environment)
-                    seen = self.finish(full, process, 200)
-                    log = (self.out / f"{full}.log").read_text(errors="replace")
-                    found[f"{label} {step}"] = {
-                        "folders": sorted(
-                            set(re.findall(r"(?:torch_aot_compile|torch_compile_cache)/[0-9a-f]{8,}", log))
-                        ),
-                        "loaded": "Directly load AOT compilation" in log,
-                        "compilation_s": re.findall(r"torch.compile took ([0-9.]+) s", log),
-                        "tokens": tokens_of(seen["cases"]["batch:1"]) if seen else None,
-                    }
-                    self.say(f"{full}: {found[f'{label} {step}']}")
-                self.kill(server)
-        except Exception:
-            self.results["stale:error"] = traceback.format_exc()
-            self.say(traceback.format_exc())
         self.results["stale"] = found
+        for label, environment, steps in (
+            ("X", cache, (("cold", {}), ("warm", {}), ("keyless", {"constant_key": "0"}))),
+            ("Y", other, (("edited", {}), ("keyless-edited", {"constant_key": "0"}))),
+        ):
+            server = self.ffn(f"stale-{label}-ffn", folder, afd_port, port, "1,0", **environment)
+            for step, more in steps:
+                full = f"stale-{label}-{step}"
+                process = self.driver(full, spec | more, "0,1", "1", **environment)
+                seen = self.finish(full, process, 200)
+                log = (self.out / f"{full}.log").read_text(errors="replace")
+                found[f"{label} {step}"] = {
+                    "folders": sorted(set(re.findall(r"(?:torch_aot_compile|torch_compile_cache)/[0-9a-f]{8,}", log))),
+                    "loaded": "Directly load AOT compilation" in log,
+                    "compilation_s": re.findall(r"torch.compile took ([0-9.]+) s", log),
+                    "tokens": tokens_of(seen["cases"]["batch:1"]) if seen else None,
+                }
+                self.say(f"{full}: {found[f'{label} {step}']}")
+            self.kill(server)
 
     def hops(self, port: int) -> float:
         """How many hops an FFN server has counted so far."""
@@ -418,6 +398,18 @@ class Matrix:
         self.results[full] = {"ffn noticed": gone, "s": round(time.monotonic() - at, 3)}
         self.say(f"{full}: {self.results[full]}")
 
+    def task(self, name: str, work: Callable[..., None], *arguments: Any) -> threading.Thread:
+        """A thread that does it; what it raises is an error in the results."""
+
+        def run() -> None:
+            try:
+                work(*arguments)
+            except Exception:
+                self.results[f"{name}:error"] = traceback.format_exc()
+                self.say(traceback.format_exc())
+
+        return threading.Thread(target=run, daemon=True)
+
     def end(self) -> None:
         """Nothing outlives the run."""
         for process in self.processes:
@@ -448,32 +440,27 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     matrix = Matrix(args.out, args.seconds, args.connector)
     chains = [(model, runner) for model in ("qwen3-moe", "deepseek-v2") for runner in ("1", "0")]
-    threads = [
-        threading.Thread(
-            target=matrix.chain,
-            args=(model, runner, index, words(args.cases), words(args.modes), words(args.losses)),
-            daemon=True,
-        )
-        for index, (model, runner) in enumerate(chains)
-        if any(word in f"{model}-v{int(runner) + 1}" for word in args.only.split(","))
-    ]
+    lists = (words(args.cases), words(args.modes), words(args.losses))
+    threads = []
+    for index, (model, runner) in enumerate(chains):
+        name = f"{model}-v{int(runner) + 1}"
+        if any(word in name for word in args.only.split(",")):
+            threads.append(matrix.task(name, matrix.chain, model, runner, index, *lists))
     if args.two:
         cases = ["batch:5", "batch:16", "totals"]
         for mode, more in (("graph", []), ("pieces", ["chunked"]), ("eager", ["chunked"])):
-            threads.append(threading.Thread(target=matrix.two, args=(args.two, mode, cases + more)))
+            threads.append(matrix.task(f"{args.two}-two-{mode}", matrix.two, args.two, mode, cases + more))
     for index, model in enumerate(words(args.fp8)):
-        threads.append(threading.Thread(target=matrix.fp8, args=(model, index)))
+        threads.append(matrix.task(f"{model}-fp8", matrix.fp8, model, index))
     if args.stale:
-        threads.append(threading.Thread(target=matrix.stale, args=("qwen3-moe", args.stale)))
-    for thread in threads:
-        thread.daemon = True
+        threads.append(matrix.task("stale", matrix.stale, "qwen3-moe", args.stale))
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(matrix.left())
     matrix.end()
-    if broken := [name for name in matrix.results if name.endswith(":error")]:
-        sys.exit(f"{', '.join(broken)}: see the tracebacks in results.json")
+    if found := faults(matrix.results):
+        sys.exit("\n".join(found))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ MODES = ("eager", "graph", "pieces", "only-pieces")
 def matrix(folder: Path, *options: str) -> dict[str, Any]:
     """The results of one run of the matrix."""
     command = [sys.executable, "-m", "tests.gpu.matrix", str(folder), *options]
-    subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=950)
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=False, timeout=950)
     found: dict[str, Any] = json.loads((folder / "results.json").read_text())
     return found
 
