@@ -57,7 +57,7 @@ COMMANDS = (
     Command("doctor", "doctor", "look at running servers, or at logs of some that won't start, and say what is wrong"),
     Command("demo", "demo", "an AFD pair and a stock vLLM side by side: are the tokens the same?"),
     Command("vllm", "vllm", "run vLLM's own command line with afdpatch armed"),
-    Command("bench", "", "measure: `bench serve` (AFD against stock vLLM), `bench hop` (the hop alone)"),
+    Command("bench", "", "measure: `bench serve`, `tpot` (AFD against stock vLLM), `hop`, `hop-gpu` (the hop alone)"),
     Command("verify", "verify", "hold the patches against the installed vLLM"),
     Command("pin", "pin", "make the lock for a vLLM release"),
     Command("diff", "diff", "what changed under a patch: pinned vLLM, another vLLM, our replacement"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from functools import partial
 from importlib import import_module, invalidate_caches
 from pathlib import Path
@@ -150,3 +153,37 @@ def test_sets_that_ask_to_come_after_each_other_are_refused(world: World, name: 
         sets.append(plugins.PatchSet.load(f"{world.ours}_{manifest}", manifest))
     with pytest.raises(PatchError, match="after each other"):
         plugins.in_order(sets)
+
+
+def test_the_plug_in_of_the_documentation_is_pinned_verified_and_in_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "registry.md").read_text()
+    found = re.findall(r"^```(\w+)\n(.*?)^```$", page.partition("## For other plug-ins")[2], re.M | re.S)
+    assert [kind for kind, _ in found] == ["yaml", "python", "toml", "python"]
+    manifest, patches, packaging, _ = (text for _, text in found)
+    package = tmp_path / "their_plugin"
+    (package / "manifests").mkdir(parents=True)
+    for file in ("__init__.py", "manifests/__init__.py"):
+        (package / file).touch()
+    (package / "patches.py").write_text(patches)
+    (package / "manifests" / "theirs.yaml").write_text(manifest)
+    folder = tmp_path / "their_plugin-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: their-plugin\nVersion: 1.0\n")
+    entry_points = packaging.partition("\n\n")[0].replace("project.entry-points.", "").replace('"', "")
+    (folder / "entry_points.txt").write_text(entry_points)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for command in ("pin", "verify"):
+        done = subprocess.run([sys.executable, "-m", "afdpatch", command, "--manifest", "theirs"], capture_output=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    look = """
+from vllm import plugins
+plugins.load_general_plugins()
+from vllm.v1.core.sched.scheduler import PauseState, Scheduler
+scheduler = Scheduler.__new__(Scheduler)
+scheduler._pause_state = PauseState.PAUSED_ALL
+scheduler.get_num_unfinished_requests()
+"""
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, cwd=tmp_path)
+    assert "unfinished: 0" in done.stdout, done.stdout + done.stderr
