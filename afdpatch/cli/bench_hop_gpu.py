@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from afdpatch.cli.bench_report import add_output, command, gpu_machine, tell
+from afdpatch.cli.bench_report import add_output, command, gpu_machine, have_gpus, tell
 from afdpatch.cli.checks import at_least
 from afdpatch.cli.servers import free_port
 
@@ -123,16 +123,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and report; 0, or 1 when a process of the measurement died or there are no two GPUs."""
-    import torch
-
     from afdpatch.cli.bench_hop_gpu_report import draw, print_table
 
-    if torch.cuda.device_count() <= max(args.devices):
-        print(
-            f"afdpatch: error: bench hop-gpu: expected GPUs {args.devices[0]} and {args.devices[1]}, found "
-            f"{torch.cuda.device_count()} GPUs; name others with --devices",
-            file=sys.stderr,
-        )
+    if not have_gpus("hop-gpu", args.devices):
         return 1
     try:
         results = measure(cases(args), args.hidden, args.devices)

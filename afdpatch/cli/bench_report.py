@@ -63,6 +63,20 @@ def machine() -> Report:
     }
 
 
+def have_gpus(bench: str, devices: Sequence[int]) -> bool:
+    """Whether this machine has both GPUs; says so on stderr where it hasn't."""
+    import torch
+
+    if (count := torch.cuda.device_count()) > max(devices):
+        return True
+    print(
+        f"afdpatch: error: bench {bench}: expected GPUs {devices[0]} and {devices[1]}, found {count} GPUs; name others "
+        f"with --devices",
+        file=sys.stderr,
+    )
+    return False
+
+
 def gpu_machine(devices: Sequence[int]) -> Report:
     """Date, GPUs and versions."""
     import torch

@@ -23,7 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from afdpatch.cli import UsageError, checks
-from afdpatch.cli.bench_report import Line, Report, add_output, command, draw_lines, gpu_machine, print_table, tell
+from afdpatch.cli.bench_report import (
+    Line,
+    Report,
+    add_output,
+    command,
+    draw_lines,
+    gpu_machine,
+    have_gpus,
+    print_table,
+    tell,
+)
 from afdpatch.cli.servers import Server, ServerError, free_port
 
 DESCRIPTION = """\
@@ -94,9 +104,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and report; 0, or 1 when a process of the measurement died."""
+    """Measure and report; 0, or 1 when a process of the measurement died or there are no two GPUs."""
     if not (Path(args.model) / "config.json").is_file():
         raise UsageError(f"--model {args.model}: expected a folder with a config.json")
+    if not have_gpus("tpot", args.devices):
+        return 1
     args.log_dir = args.log_dir or Path("logs") / time.strftime("bench-%Y%m%d-%H%M%S")
     checks.make_log_dir(args.log_dir)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the engines and the FFN server end with this one

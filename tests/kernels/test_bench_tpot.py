@@ -78,6 +78,9 @@ def test_a_large_model_is_made_of_a_small_ones_files(tmp_path: Path) -> None:
 def test_what_cannot_be_is_said_before_anything_starts(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(UsageError, match=r"expected a folder with a config\.json"):
         bench_tpot.run(parse("--log-dir", str(tmp_path)))
+    model = str(ROOT / "tests" / "models" / "deepseek-v2")
+    assert bench_tpot.run(parse("--model", model, "--devices", "98", "99", "--log-dir", str(tmp_path / "logs"))) == 1
+    assert "expected GPUs 98 and 99, found" in capsys.readouterr().err and not (tmp_path / "logs").exists()
     with pytest.raises(SystemExit):
         parse("--repeats", "2")
     assert "expected an integer of at least 3" in capsys.readouterr().err

@@ -174,8 +174,8 @@ def test_the_plug_in_of_the_documentation_is_pinned_verified_and_in_effect(
     entry_points = packaging.partition("\n\n")[0].replace("project.entry-points.", "").replace('"', "")
     (folder / "entry_points.txt").write_text(entry_points)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    for command in ("pin", "verify"):
-        done = subprocess.run([sys.executable, "-m", "afdpatch", command, "--manifest", "theirs"], capture_output=True)
+    for verb in ("pin", "verify"):
+        done = subprocess.run([sys.executable, "-m", "afdpatch", verb, "--manifest", "theirs"], capture_output=True)
         assert done.returncode == 0, done.stdout + done.stderr
     look = """
 from vllm import plugins
