@@ -361,6 +361,9 @@ class Peers:
                 if self.closed.is_set():
                     self._connections.pop(rank, None)
                     raise self.closed_error()
+                # With it: whoever loses this connection from now on marks the rank as lost anew.
+                returned = rank in self._lost
+                self._lost.discard(rank)
         except BaseException as error:
             connector.close()
             now = time.monotonic()
@@ -374,8 +377,7 @@ class Peers:
             self._dialing = None
         self._patience.pop(rank, None)
         self._not_before.pop(rank, None)
-        if rank in self._lost:
-            self._lost.discard(rank)
+        if returned:
             self._tell(Event.PEER_RETURNED, rank)
         self._refresh()
 
