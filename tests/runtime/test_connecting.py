@@ -30,6 +30,7 @@ from .helpers import (
     ffn_connector,
     ffn_process,
     greeting,
+    new_address,
     until,
 )
 from .strangers import challenged, framed, stranger
@@ -315,3 +316,10 @@ def test_closing_ends_the_wait_for_a_name(monkeypatch):
     for thread in threads:
         thread.join(20)
     assert ended == [True, True] and "closed" in str(caught[0])
+
+
+def test_peers_may_be_silent_for_longer_than_the_kernel_counts(page):
+    address = new_address("tcp")
+    options = {"peer_timeout_s": 1e7}
+    with ffn_process(address, page, options=options), connected(address, **options) as attention:
+        assert torch.equal(attention.hop(torch.ones(1, HIDDEN), 0), torch.full((1, HIDDEN), 2.0))
