@@ -6,6 +6,7 @@ Of what goes over a connection nothing is known here.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -34,6 +35,38 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.25
 """Pause between two tries to find a server: the first one, and the longest; each is twice the one before."""
 _SLOW_S = 0.5
 log = logging.getLogger(__name__)
+
+
+class End:
+    """Whether something has ended, for whoever waits for that.
+
+    As ``threading.Event``, but `set` may come from a signal handler in the midst of this thread's own `wait` or `set`:
+    an Event's lock would be held then, for ever.
+    """
+
+    def __init__(self) -> None:
+        self._ended = False
+        self._gate = threading.Lock()  # held until the end, later by whoever passes
+        self._gate.acquire()
+
+    def is_set(self) -> bool:
+        """Whether the end has come."""
+        return self._ended
+
+    def set(self) -> None:
+        """It has come; what waits goes on."""
+        self._ended = True
+        self._open()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the end, at most so many seconds (0 or more); whether it has come."""
+        if self._gate.acquire(timeout=timeout_s):
+            self._open()
+        return self._ended
+
+    def _open(self) -> None:
+        with contextlib.suppress(RuntimeError):  # another one has opened it in between
+            self._gate.release()
 
 
 class Peers:
@@ -81,7 +114,7 @@ class Peers:
         self.serving: tuple[tuple[int, AttentionConnector], ...] = ()
         self.given_up = False
         self.last_error = "not connected yet"
-        self.closed = threading.Event()
+        self.closed = End()
         self._ready = False
         # Locks are taken in this order: a hop's (`tend` is given it), then these, then the page's.
         self._dial_lock = threading.Lock()  # held over one greeting
@@ -315,17 +348,22 @@ class Peers:
         started = time.monotonic()
         try:
             with self._state_lock:
+                # Before the look, as below: a signal handler's close() may come in between.
+                self._dialing = connector
                 if self.closed.is_set():
                     raise self.closed_error()
-                self._dialing = connector
             theirs = connector.connect(greeting, deadline_s)
             if theirs.rank != rank:
                 mismatch = Mismatch("rank", str(rank), str(theirs.rank))
                 raise GreetingMismatch(f"the FFN server at {connector.where} is another one: {mismatch}", [mismatch])
             with self._state_lock:
-                if self.closed.is_set():
-                    raise self.closed_error()
                 self._connections[rank] = connector
+                if self.closed.is_set():
+                    self._connections.pop(rank, None)
+                    raise self.closed_error()
+                # With it: whoever loses this connection from now on marks the rank as lost anew.
+                returned = rank in self._lost
+                self._lost.discard(rank)
         except BaseException as error:
             connector.close()
             now = time.monotonic()
@@ -339,8 +377,7 @@ class Peers:
             self._dialing = None
         self._patience.pop(rank, None)
         self._not_before.pop(rank, None)
-        if rank in self._lost:
-            self._lost.discard(rank)
+        if returned:
             self._tell(Event.PEER_RETURNED, rank)
         self._refresh()
 
@@ -359,6 +396,7 @@ class Peers:
     def _refresh(self) -> None:
         """Which servers are used from now on, and what the page says about it."""
         with self._state_lock:
+            closed = self.closed.is_set()
             serving = {rank: connector for rank, connector in self._connections.items() if connector.serving}
             home = tuple((rank, serving[rank]) for rank in self.home if rank in serving)
             self._home_serves = bool(home)
@@ -375,7 +413,9 @@ class Peers:
                 state = PeerState.LOST if self._has_served else PeerState.WAITING
             if self._page is not None:
                 self._page.set_peers(len(self._connections))
-                self._page.set_peer_state(PeerState.NONE if self.closed.is_set() else state)
+                self._page.set_peer_state(PeerState.NONE if closed else state)
+            if self.closed.is_set() is not closed:  # a signal handler's close() came in between: its word is the last
+                self._refresh()
 
     def _tell(self, event: Event, rank: int, *, text: str = "", why: object = None) -> None:
         if self._page is not None:

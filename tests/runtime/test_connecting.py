@@ -30,6 +30,7 @@ from .helpers import (
     ffn_connector,
     ffn_process,
     greeting,
+    new_address,
     until,
 )
 from .strangers import challenged, framed, stranger
@@ -284,3 +285,41 @@ def test_a_server_that_dies_while_loading_ends_wait_ready(address, page):
         with pytest.raises(PeerLost, match="while it loaded"):
             attention.wait_ready(time.monotonic() + 30)
         assert not attention.peer_alive()
+
+
+def test_closing_ends_the_wait_for_a_name(monkeypatch):
+    asked, answers = threading.Event(), threading.Event()
+
+    def resolver(*args, **kwargs):
+        asked.set()
+        answers.wait(60)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolver)
+    connector = attention_connector(("ffn.example", 1))
+    caught = []
+
+    def connect():
+        try:
+            connector.connect(greeting("attention"), time.monotonic() + 60)
+        except PeerLost as error:
+            caught.append(error)
+
+    threads = [threading.Thread(target=connect), threading.Thread(target=connector.close)]
+    threads[0].start()
+    assert asked.wait(20)
+    threads[1].start()
+    for thread in threads:
+        thread.join(10)
+    ended = [not thread.is_alive() for thread in threads]
+    answers.set()
+    for thread in threads:
+        thread.join(20)
+    assert ended == [True, True] and "closed" in str(caught[0])
+
+
+def test_peers_may_be_silent_for_longer_than_the_kernel_counts(page):
+    address = new_address("tcp")
+    options = {"peer_timeout_s": 1e7}
+    with ffn_process(address, page, options=options), connected(address, **options) as attention:
+        assert torch.equal(attention.hop(torch.ones(1, HIDDEN), 0), torch.full((1, HIDDEN), 2.0))

@@ -152,6 +152,35 @@ def test_given_up_is_said_until_a_server_serves(world):
     assert not world.peers.given_up and world.page.snapshot().peer_state is PeerState.CONNECTED
 
 
+def test_a_connection_that_is_lost_as_soon_as_it_is_there_has_returned_and_is_lost(world):
+    class Turns:
+        """A lock after which another thread has its turn."""
+
+        def __init__(self, lock):
+            self.lock = lock
+
+        def __enter__(self):
+            self.lock.acquire()
+
+        def __exit__(self, *_):
+            self.lock.release()
+            turn()
+
+    def turn():
+        if world.peers._connections and losses:
+            losses.pop()
+            world.peers.lose_all("gone")
+
+    losses = [None]
+    world.start()
+    world.peers.lose_all("gone")
+    world.peers._state_lock = Turns(world.peers._state_lock)
+    for _ in range(2):
+        world.tend()
+    assert not losses and world.serving() == [HOME]
+    assert seen(world.page, Event.PEER_LOST) == seen(world.page, Event.PEER_RETURNED) == 2
+
+
 @pytest.mark.parametrize("who", ["find", "tend"])
 def test_a_greeting_keeps_nobody_beyond_its_deadline_and_closing_ends_it(world, who, monkeypatch):
     for limit in ("FIRST_GREETING_S", "TEND_GREETING_S"):

@@ -135,6 +135,7 @@ class SocketAttentionConnector(AttentionConnector):
                 self._check_open()
                 sock = self._open(deadline_s)
                 theirs = self._shake_hands(sock, greeting, deadline_s)
+                self._watch(self._poll, sock, select.POLLIN)
             except BaseException as error:
                 if sock is not None:
                     sock.close()
@@ -151,8 +152,9 @@ class SocketAttentionConnector(AttentionConnector):
             self._dtype: torch.dtype = getattr(torch, greeting.dtype)
             self._code = DTYPE_CODES[greeting.dtype]
             self._serving = theirs.state == "serving"
-            self._poll.register(sock, select.POLLIN)
-            self._poll.register(self._close_fd, select.POLLIN)
+            if self._closing:  # in a signal handler
+                self._drop("closed")
+                raise self._closed_meanwhile()
             return theirs
 
     def _shake_hands(self, sock: socket.socket, greeting: Greeting, deadline_s: float) -> Greeting:
@@ -210,12 +212,19 @@ class SocketAttentionConnector(AttentionConnector):
     def _wait(self, sock: socket.socket, events: int, deadline_s: float) -> None:
         """Until the socket has one of the events. Raises TimeoutError, or PeerLost when this connector is closed."""
         poll = select.poll()
-        poll.register(sock, events)
-        poll.register(self._close_fd, select.POLLIN)
+        self._watch(poll, sock, events)
         left_ms = math.ceil((deadline_s - time.monotonic()) * 1000)
         if left_ms <= 0 or not poll.poll(left_ms):
             raise TimeoutError("no answer in time")
         self._check_open()
+
+    def _watch(self, poll: select.poll, sock: socket.socket, events: int) -> None:
+        """Let a poll look at the socket, and at the end of this connector. Raises PeerLost: it is closed."""
+        try:
+            poll.register(sock, events)
+            poll.register(self._close_fd, select.POLLIN)
+        except ValueError:  # no descriptor any more: close(), in a signal handler
+            raise self._closed_meanwhile() from None
 
     def _check_open(self) -> None:
         if self._closing:
@@ -406,7 +415,8 @@ class SocketAttentionConnector(AttentionConnector):
                 self._lock.release()
 
     def _ping(self, silent_s: float) -> None:
-        if self._sock is None:
+        sock = self._sock
+        if sock is None:
             return
         # What waits here is read first: this process may have been the one that stood still.
         with contextlib.suppress(BlockingIOError):
@@ -416,7 +426,7 @@ class SocketAttentionConnector(AttentionConnector):
         if self._asked_ns and now - self._asked_ns > silent_s * 1e9:
             raise EOFError(f"no sign of life from it for {(now - self._asked_ns) / 1e9:.1f} s")
         self._asked_ns = self._asked_ns or now
-        if self._sock.send(_PING, _AT_ONCE) != len(_PING):
+        if sock.send(_PING, _AT_ONCE) != len(_PING):
             raise EOFError("it reads nothing")  # half a message would spoil what follows
 
     def _take_quiet(self, length: int) -> None:
@@ -443,27 +453,30 @@ class SocketAttentionConnector(AttentionConnector):
     # The end
 
     def _drop(self, why: str) -> None:
-        if self._sock is not None:
+        sock, self._sock = self._sock, None
+        if sock is not None:
             self._why_lost = why
-            self._sock.close()
-            self._sock = None
+            sock.close()
         self._serving = False
         self._release()
 
     def close(self) -> None:
+        # A signal handler's close() may come in the midst of all this: what is given back is taken away first.
         self._closing = True
-        with self._close_lock:
-            if self._close_fd >= 0:
-                os.eventfd_write(self._close_fd, 1)  # ends the wait of another thread, which then leaves the lock
+        with self._close_lock, contextlib.suppress(OSError):
+            fd = self._close_fd
+            if fd >= 0:
+                os.eventfd_write(fd, 1)  # ends the wait of another thread, which then leaves the lock
         with self._lock:
-            if self._sock is not None:
+            sock = self._sock
+            if sock is not None:
                 with contextlib.suppress(OSError):
-                    self._sock.send(control(Kind.BYE), _AT_ONCE)
+                    sock.send(control(Kind.BYE), _AT_ONCE)
             self._drop("closed")
             with self._close_lock:
-                if self._close_fd >= 0:
-                    os.close(self._close_fd)
-                    self._close_fd = -1
+                fd, self._close_fd = self._close_fd, -1
+                if fd >= 0:
+                    os.close(fd)
 
 
 class _Late(EOFError):

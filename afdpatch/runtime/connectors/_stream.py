@@ -17,6 +17,7 @@ from afdpatch.runtime.secret import MAX_TEXT_BYTES
 _TEXT = struct.Struct("<4sI")
 _MAGIC = b"AFDt"
 _KEEPALIVE_S, _KEEPALIVES = 5, 4
+_LONGEST_MS = (1 << 31) - 1  # of a socket's option
 
 
 def readable(host: str, port: int) -> str:
@@ -32,7 +33,7 @@ def configure(sock: socket.socket, timeout_s: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVES)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(int(timeout_s * 1000), _LONGEST_MS))
 
 
 def text_message(text: bytes) -> bytes:

@@ -361,6 +361,6 @@ class IpcAttentionConnector(GpuAttentionConnector, ShmAttentionConnector):
         self._hang_up = HangUp(sock, buffers.abort)
 
     def _release(self) -> None:
-        if self._page is not None:
-            self._page.close()
-            self._page = None
+        page, self._page = self._page, None
+        if page is not None:
+            page.close()

@@ -108,6 +108,6 @@ class ShmAttentionConnector(SocketAttentionConnector):
         return error_text(memoryview(self._in)[:length])
 
     def _release(self) -> None:
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()

@@ -7,6 +7,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +34,8 @@ from afdpatch.runtime.protocol import (
 )
 
 _HOP, _REPLY = int(Kind.HOP), int(Kind.REPLY)
+_LOOK_S = 0.1
+"""How often a wait for a name looks whether this connector was closed."""
 
 
 class TcpAttentionConnector(SocketAttentionConnector):
@@ -57,7 +60,7 @@ class TcpAttentionConnector(SocketAttentionConnector):
 
     def _open(self, deadline_s: float) -> socket.socket:
         error: OSError | None = None
-        found = list(_resolve(self._host, self._port, deadline_s))
+        found = _resolve(self._host, self._port, deadline_s, self._check_open)
         for index, (family, kind, protocol, _, address) in enumerate(found):
             now = time.monotonic()
             limit_s = now + (deadline_s - now) / (len(found) - index)  # one that doesn't answer leaves time for others
@@ -159,8 +162,12 @@ class TcpAttentionConnector(SocketAttentionConnector):
         return text.decode("utf-8", "replace")
 
 
-def _resolve(host: str, port: int, deadline_s: float) -> list[Any]:
-    """The addresses of a host, as ``socket.getaddrinfo`` gives them. Raises OSError, TimeoutError among them."""
+def _resolve(host: str, port: int, deadline_s: float, check_open: Callable[[], None]) -> list[Any]:
+    """The addresses of a host, as ``socket.getaddrinfo`` gives them.
+
+    Raises:
+        OSError, TimeoutError among them; what ``check_open`` raises, which is asked again and again.
+    """
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -179,7 +186,9 @@ def _resolve(host: str, port: int, deadline_s: float) -> list[Any]:
 
     thread = threading.Thread(target=ask, name="afd-resolve", daemon=True)
     thread.start()
-    thread.join(max(0.0, deadline_s - time.monotonic()))
+    while thread.is_alive() and (left_s := deadline_s - time.monotonic()) > 0:
+        thread.join(min(left_s, _LOOK_S))
+        check_open()
     if failed:
         raise failed[0]
     if thread.is_alive():
