@@ -15,7 +15,17 @@ from typing import TypeGuard
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.census import as_word, held_lines
-from afdpatch.registry.lineage import bound, bound_before, branches, given, imported, position, possible
+from afdpatch.registry.lineage import (
+    binds_at,
+    bound,
+    bound_before,
+    branches,
+    end,
+    given,
+    imported,
+    position,
+    possible,
+)
 from afdpatch.registry.lock import Keeper
 from afdpatch.registry.overrides import overrides_of
 from afdpatch.registry.scope import COMPREHENSIONS, Binding, at_import, bindings, dotted
@@ -356,9 +366,9 @@ class _Reader:
 
     def _inherited(self, ends: Collection[str]) -> bool:
         """Whether one of some symbols is the target by a subclass."""
-        for end in ends:
+        for symbol in ends:
             with suppress(SymbolAbsent):
-                if "." in end.partition(":")[2] and self._tree.resolve(end).defined_as == self._defined_as:
+                if "." in symbol.partition(":")[2] and self._tree.resolve(symbol).defined_as == self._defined_as:
                     return True
         return False
 
@@ -404,7 +414,7 @@ class _Reader:
             names, at = todo.pop()
             found = (local or {}).get(names[0]) or bound(self._tree, self._source, names[0])
             own = self._of_class(names[0], at) if at is not None else []
-            found = sorted([*found, *own], key=lambda item: position(item.node)) if own else found
+            found = sorted([*found, *own], key=lambda item: binds_at(item.node)) if own else found
             if not found:  # by `import *`, perhaps
                 ends |= self._tree.definitions(self._source.module, ".".join(names))
             for node in (item.node for item in (found if at is None else self._current(found, names[0], at))):
@@ -428,8 +438,8 @@ class _Reader:
         unlike = COMPREHENSIONS if self._inside else (ast.GeneratorExp,)  # none of them sees its class's names
         if any(isinstance(item, unlike) for part in parts for item in ast.walk(part)):
             return found  # a generator goes on reading when later statements have run
-        loops = (node for node in self._loops if position(node) <= position(at) <= _end(node))
-        come = bound_before(found, max(map(_end, loops), default=position(at)))
+        loops = (node for node in self._loops if position(node) <= position(at) <= end(node))
+        come = bound_before(found, max(map(end, loops), default=position(at)))
         own = [item for item in found[len(come) : len(come) + 1] if item.node is at]
         first = (index for index in reversed(range(len(come))) if _is_bound_by(come[index], name, at))
         return [*come[next(first, 0) :], *own] or found
@@ -442,7 +452,7 @@ class _Reader:
         around = (
             cls.node for cls in self._source.classes if cls.node.name == self._inside[-1] and cls.qualname == inside
         )
-        node = next((node for node in around if position(node) < position(at) <= _end(node)), None)
+        node = next((node for node in around if position(node) < position(at) <= end(node)), None)
         return self._source.scope(node).get(name, []) if node is not None else []
 
     @cached_property
@@ -464,16 +474,12 @@ class _Reader:
 def _is_bound_by(binding: Binding, name: str, at: ast.stmt) -> bool:
     """Whether a name is nothing that it was before a binding, when a later statement comes."""
     node = binding.node
-    if binding.within or not position(node) < position(at):
+    if binding.within or not binds_at(node) < position(at):
         return False
-    if isinstance(node, ast.For | ast.AsyncFor) and position(at) <= _end(node.body[-1]):  # within its body
+    if isinstance(node, ast.For | ast.AsyncFor) and position(at) <= end(node.body[-1]):  # within its body
         stored = (item for item in ast.walk(node.target) if isinstance(item, ast.Name))
         return any(item.id == name and isinstance(item.ctx, ast.Store) for item in stored)
     return binding.sure
-
-
-def _end(node: ast.stmt) -> tuple[int, int]:
-    return node.end_lineno or node.lineno, node.end_col_offset or 0
 
 
 def _words(via: Sequence[str | ast.expr]) -> str:

@@ -86,13 +86,23 @@ def possible(found: Sequence[Binding], before: tuple[int, int] | None = None) ->
 
 
 def bound_before(found: Sequence[Binding], before: tuple[int, int]) -> Sequence[Binding]:
-    """Those of some bindings, in the order of the source, that come before a line and column."""
-    return found[: bisect_left(found, before, key=lambda item: position(item.node))]
+    """Those of some bindings, in the order of the source, that have bound before a line and column."""
+    return found[: bisect_left(found, before, key=lambda item: binds_at(item.node))]
+
+
+def binds_at(node: ast.stmt) -> tuple[int, int]:
+    """From where on there is what a statement binds: a class is made when its body has run."""
+    return end(node) if isinstance(node, ast.ClassDef) else position(node)
 
 
 def position(node: ast.stmt) -> tuple[int, int]:
     """Where a statement begins."""
     return node.lineno, node.col_offset
+
+
+def end(node: ast.stmt) -> tuple[int, int]:
+    """Where a statement ends."""
+    return node.end_lineno or node.lineno, node.end_col_offset or 0
 
 
 def lineage(tree: SourceTree, cls: Class) -> tuple[Class, ...]:
@@ -230,8 +240,8 @@ class _Names:
                 found = possible(source.scope(scope).get(names[0], []), before)
                 for item in found:
                     yield self._led(source, inner, item, names)
-                if found:
-                    return
+                if any(isinstance(scope, fingerprint.Function) or not item.within for item in found):
+                    return  # else a class may be without it
             if isinstance(scope, fingerprint.Function):
                 before = None  # what is around has run when the function does
             inner = inner[:-1]

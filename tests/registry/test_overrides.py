@@ -202,6 +202,8 @@ SUBCLASSES = {
     "a base named like a class statement": f"from .core import Engine\nclass S(\n    class_of.X,\n    Engine,\n){BODY}",
     "generic": f"from .core import Engine\nclass S(Generic[T], Engine[T]){BODY}",
     "in a function": f"def f():\n    from .core import Engine\n    class S(Engine){DEEP}",
+    "in a class of its name": f"from .core import Engine\nclass Engine:\n    class S(Engine){DEEP}",
+    "in a class that may have its own": f"from .core import Engine\nclass O:\n    if X: Engine = X\n    class S(Engine){DEEP}",
     "in a class": f"from .core import Engine\nclass O:\n    class B(Engine): ...\n    class S(B){DEEP}",
     "of one in a class": f"from .core import Engine\nclass O:\n    class B(Engine): ...\nclass S(O.B){BODY}",
     "assigned to it": "from .core import Engine\nclass S(Engine): ...\nS.run = len\n",
@@ -629,6 +631,8 @@ def test_a_name_stands_for_what_it_was_bound_to_last(world: World, name: str) ->
         ("E = core.Engine", "E = core.Root\n    x = [E.run for _ in X]", 7),
         ("E = core.Root", "E = core.Engine\n    class D:\n        x = E.run", 0),
         ("E = core.Root", "core = None\n    x = core.Engine.run", 0),
+        ("C = core.Engine", "x = C.run", 7),
+        ("C = core.Root", "x = C.run", 0),
     ],
 )
 def test_a_class_s_body_has_names_of_its_own(world: World, before: str, inside: str, expected: int) -> None:
