@@ -446,14 +446,8 @@ class _Reader:
 
     def _of_class(self, name: str, at: ast.stmt) -> list[Binding]:
         """The bindings of a name in the class whose body a statement stands in."""
-        if not self._inside:
-            return []
-        inside = ".".join(self._inside)
-        around = (
-            cls.node for cls in self._source.classes if cls.node.name == self._inside[-1] and cls.qualname == inside
-        )
-        node = next((node for node in around if position(node) < position(at) <= end(node)), None)
-        return self._source.scope(node).get(name, []) if node is not None else []
+        around = self._source.class_around(self._inside, at)
+        return self._source.scope(around).get(name, []) if around is not None else []
 
     @cached_property
     def _loops(self) -> list[ast.stmt]:

@@ -95,8 +95,8 @@ def binds_at(node: ast.stmt) -> tuple[int, int]:
     return end(node) if isinstance(node, ast.ClassDef) else position(node)
 
 
-def position(node: ast.stmt) -> tuple[int, int]:
-    """Where a statement begins."""
+def position(node: ast.stmt | ast.expr) -> tuple[int, int]:
+    """Where a statement or an expression begins."""
     return node.lineno, node.col_offset
 
 

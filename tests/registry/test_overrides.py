@@ -227,6 +227,11 @@ READ = {
         None,
         "class C:\n    LIMIT = 1\n    y = [LIMIT for _ in (1,)]",
     ),
+    "in one of two classes of a name": (
+        LIMIT,
+        None,
+        "if not sys:\n    class C:\n        LIMIT = 1\nelse:\n    class C:\n        y = abs(LIMIT)",
+    ),
     "default": (LIMIT, None, "def f(x=LIMIT): ..."),
     "default, elsewhere": (LIMIT, "other.py", "from . import core\ndef f(x=core.LIMIT): ..."),
     "another value": (LIMIT, None, "MORE = LIMIT * 2"),
