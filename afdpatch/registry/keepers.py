@@ -16,6 +16,7 @@ from typing import TypeGuard
 from afdpatch.registry import fingerprint
 from afdpatch.registry.census import as_word, held_lines
 from afdpatch.registry.lineage import (
+    LONGEST,
     binds_at,
     bound,
     bound_before,
@@ -147,6 +148,10 @@ def _is_constant(tree: SourceTree, target: str) -> bool:
 
 _Place = tuple[ast.AST, tuple["str | ast.expr", ...], str, "str | None"]
 """An expression, what lies between it and the name that leads there, that name, and the kind of keeper."""
+
+
+_Step = tuple[SourceFile, Sequence[str], Mapping[str, list[Binding]], "ast.stmt | None"]
+"""A module, a dotted name in it, the names of the function where it stands, and the statement that uses it."""
 
 
 class _Reader:
@@ -409,28 +414,40 @@ class _Reader:
             local: the names of a function.
             at: the statement of the module that uses it when it is imported; None: some function does at any time.
         """
-        ends, seen, todo = set[str](), set[ast.stmt](), [(names, at)] if names else []
+        ends, seen = set[str](), set[tuple[ast.stmt | str, ...]]()
+        todo: list[_Step] = [(self._source, names, local or {}, at)] if names else []
         while todo:
-            names, at = todo.pop()
-            found = (local or {}).get(names[0]) or bound(self._tree, self._source, names[0])
-            own = self._of_class(names[0], at) if at is not None else []
-            found = sorted([*found, *own], key=lambda item: binds_at(item.node)) if own else found
-            if not found:  # by `import *`, perhaps
-                ends |= self._tree.definitions(self._source.module, ".".join(names))
-            for node in (item.node for item in (found if at is None else self._current(found, names[0], at))):
+            source, names, local, at = todo.pop()
+            found = local.get(names[0]) or self._bound(source, names[0], at)
+            if not found:
+                ends.add(f"{source.module}:{'.'.join(names)}")
+            for node in (item.node for item in found):
+                if (node, *names) in seen or len(names) > LONGEST:
+                    continue
+                seen.add((node, *names))
                 if isinstance(node, ast.Import | ast.ImportFrom):
-                    module, onward = imported(self._tree, self._source, node, names)
-                    if onward and module.partition(".")[0] == self._tree.package:
-                        ends |= self._tree.definitions(module, ".".join(onward))
+                    module, onward = imported(self._tree, source, node, names)
+                    other = self._tree.file(module) if onward else None
+                    if other is not None and other.parses:
+                        todo.append((other, onward, {}, None))
                     continue
                 values = [part for value in given(node, names[0]) for part in branches(value)] if names[1:] else []
                 others = [other for other in map(dotted, values) if other]
-                if others and node not in seen:  # `E = core.Engine`
-                    seen.add(node)
-                    todo += [([*other, *names[1:]], at and node) for other in others]
+                if others:  # `E = core.Engine`
+                    todo += [(source, [*other, *names[1:]], local, at and node) for other in others]
                 else:
-                    ends.add(f"{self._source.module}:{'.'.join(names)}")
+                    ends.add(f"{source.module}:{'.'.join(names)}")
         return ends
+
+    def _bound(self, source: SourceFile, name: str, at: ast.stmt | None) -> Sequence[Binding]:
+        """The bindings of a name in a module, or at a statement of this one, that may be what it stands for."""
+        found = bound(self._tree, source, name)
+        if source is not self._source:
+            return possible(found) or found
+        if at is None:
+            return found
+        own = self._of_class(name, at)
+        return self._current(sorted([*found, *own], key=lambda item: binds_at(item.node)) if own else found, name, at)
 
     def _current(self, found: Sequence[Binding], name: str, at: ast.stmt) -> Sequence[Binding]:
         """The bindings of a name that may be what it stands for at a statement of the module, or in it."""

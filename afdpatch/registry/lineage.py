@@ -193,7 +193,7 @@ def base_names(node: ast.expr) -> list[str]:
     return dotted(node.value if isinstance(node, ast.Subscript) else node)
 
 
-_LONGEST = 50
+LONGEST = 50
 """Of how many parts a dotted name is at most; one that grows as it is followed has no end."""
 
 
@@ -251,7 +251,7 @@ class _Names:
     def _led(self, source: SourceFile, around: tuple[ast.AST, ...], binding: Binding, names: Sequence[str]) -> _Steps:
         """The classes to which a binding of a dotted name's first name leads."""
         node, rest = binding.node, names[1:]
-        if (node, *names) in self._seen or len(names) > _LONGEST:
+        if (node, *names) in self._seen or len(names) > LONGEST:
             return
         self._seen.add((node, *names))
         if isinstance(node, ast.ClassDef):

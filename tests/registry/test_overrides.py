@@ -555,6 +555,10 @@ ASSIGNED = {
     "deleted": "from . import core\ndel core.Engine.run",
     "in a class": "from .core import Engine\nclass C:\n    Engine.run = len",
     "by another name": "from . import core\nE = core.Engine\nE.run = len",
+    "by another module's name": "from .again import E\nE.run = len",
+    "by another module's name, by it": "from . import again\nagain.E.run = len",
+    "by another module's name for its module": "from .again import c\nc.Engine.run = len",
+    "by another name for another module's": "from . import again\nE = again.E\nE.run = len",
     "by a loop's name": "from . import core\nfor E, run in ((core.Root, 1), (core.Engine, len)):\n    E.run = run",
     "by a name on a condition": "from . import core\nE = core.Root if X else core.Engine\nE.run = len",
     "by a name with another": "from . import core\nX, E = 1, core.Engine\nE.run = len",
@@ -659,6 +663,7 @@ def test_an_assignment_in_another_module_is_refused_for_every_entry(world: World
     for when in ("role", "always"):
         pinned(world, RUN, when)
         world.write(f"{world.package}/maybe.py", "if X: E = None\n")
+        world.write(f"{world.package}/again.py", "from . import core as c\nE = X or c.Engine\n")
         edit(world, "other.py", assigned)
         assert world.verify() == 7
         assert (world.pin(), world.verify()) == (0, 7)
