@@ -56,8 +56,7 @@ class Class:
     def bound(self, name: str) -> list[Binding]:
         """What gives the class an attribute of its own, in the order of the source; empty if it ends up without."""
         found = self.source.scope(self.node).get(name, [])
-        ran = [item for item in found if item.runs]
-        if ran and not isinstance(ran[-1].node, ast.Delete):
+        if any(not isinstance(item.node, ast.Delete) for item in possible(found)):
             return found
         assigned = self.source.assigned(f"{self.qualname}.{name}")
         return assigned if any(not isinstance(item.node, ast.Delete) for item in assigned) else []

@@ -131,6 +131,10 @@ ONCE = {
     "a loop": "for only in (len,): ...",
     "imported over several lines": "from builtins import (\n        len as\n        only,\n    )",
     "under a call": "only = staticmethod(len)",
+    "deleted on a condition": "only = len\n    if X: del only",
+    "a slot": "__slots__ = ('only', 'x')",
+    "a slot with its description": "__slots__ = {'only': 'A text.'}",
+    "the only slot": "__slots__ = 'only'",
 }
 DRIFT |= {
     f"in a subclass: {name}": ("PKG.core:Engine.only", "class Sub(Engine): ...", f"class Sub(Engine):\n    {text}")
