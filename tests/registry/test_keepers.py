@@ -63,6 +63,7 @@ KEEPS_NOT = {
     "a class's own method": "class C:\n    def free(self): ...\n    x = property(free)",
     "for checkers": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    other = free",
     "annotation": "def use(f: 'free' = None) -> None: ...",
+    "an exception's name in a class": "class C:\n    try: ...\n    except ValueError as free: ...",
 }
 
 
