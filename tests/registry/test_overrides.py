@@ -726,9 +726,9 @@ GENERATED = {
     "its method, by a call": ("Engine.__init__", "@dataclasses.dataclass(init=True)\nclass S(Engine): ...\n", 4),
     "not its method": ("Engine.__init__", "@dataclasses.dataclass(init=False)\nclass S(Engine): ...\n", 0),
     "no method": (RUN, "@dataclasses.dataclass\nclass S(Engine): ...\n", 0),
-    "a field": (RUN, "@dataclasses.dataclass\nclass S(Engine):\n    run: object\n", 4),
-    "a field of a model": (RUN, "from pydantic import BaseModel\nclass S(BaseModel, Engine):\n    run: object\n", 4),
-    "a field under if": (RUN, "@dataclasses.dataclass\nclass S(Engine):\n    if Engine:\n        run: object\n", 4),
+    "a field": (RUN, "@dataclasses.dataclass\nclass S(Engine):\n    run: object\n", 7),
+    "a field of a model": (RUN, "from pydantic import BaseModel\nclass S(BaseModel, Engine):\n    run: object\n", 7),
+    "a field under if": (RUN, "@dataclasses.dataclass\nclass S(Engine):\n    if Engine:\n        run: object\n", 7),
     "a field, in a function": (
         RUN,
         "def f():\n    @dataclasses.dataclass\n    class S(Engine):\n        run: object\n",
@@ -747,12 +747,12 @@ GENERATED = {
     "what only the generated method takes": (
         RUN,
         "@dataclasses.dataclass\nclass S(Engine):\n    run: dataclasses.InitVar[object]\n",
-        0,
+        7,
     ),
     "what only looks like a class's": (
         RUN,
         "ClassVar = list\n@dataclasses.dataclass\nclass S(Engine):\n    run: ClassVar[object]\n",
-        4,
+        7,
     ),
     "an annotation in a subclass of a dataclass": (
         RUN,
@@ -825,6 +825,29 @@ def test_what_a_dataclass_has_of_its_own_is_an_override(world: World, name: str)
     assert (world.pin(), world.verify()) == (0, 0)
     world.write(f"{world.package}/other.py", f"{DATACLASS}{text}")
     assert world.verify() == expected
+
+
+BARE = {
+    "a dataclass": "import dataclasses as d\n@d.dataclass\nclass S(Engine):\n    SIZE: int\n",
+    "its parameter": "import dataclasses as d\n@d.dataclass\nclass S(Engine):\n    SIZE: d.InitVar[int]\n",
+    "below another": "import dataclasses as d\nclass A(Engine): ...\n@d.dataclass\nclass S(A):\n    SIZE: int\n",
+    "a model": "from pydantic import BaseModel\nclass S(BaseModel, Engine):\n    SIZE: int\n",
+}
+
+
+@pytest.mark.filterwarnings("ignore:Field name")
+@pytest.mark.parametrize("name", BARE)
+def test_a_field_without_a_default_has_taken_over_what_its_bases_have(world: World, name: str) -> None:
+    world.write(f"{world.package}/core.py", BASE)
+    world.write(f"{world.package}/other.py", f"from .core import Engine\n{BARE[name]}")
+    world.write(f"{world.ours}/patches.py", OURS)
+    patches = world.patchset(world.entry(SIZE, kind="replace"))
+    assert world.verify() == 7
+    world.load("PKG.other")
+    with pytest.raises(NotInEffect, match=r"a default argument or closure of .*\.other\.S\.__init__"):
+        patches.apply(role="red", process="worker")
+    patches = world.patchset(world.entry(SIZE, kind="replace", when="always"))
+    assert world.verify() == 0
 
 
 INSTEAD = {
