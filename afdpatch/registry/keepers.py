@@ -10,7 +10,7 @@ import ast
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TypeGuard
 
 from afdpatch.registry import fingerprint
@@ -243,14 +243,13 @@ class _Reader:
     def _assigned_by(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Keeper]:
         """Where a function assigns to the target, should anybody call it."""
         last = self._qualname.rpartition(".")[2]
-        local: dict[str, list[Binding]] | None = None
+        local = cache(lambda: _all_bindings(node))
         for item in ast.walk(node):
             if self._may_be_assigned(item):
-                local = bindings(node.body) if local is None else local
-                ends = self._ends(dotted(item), local)
+                ends = self._ends(dotted(item), local())
                 assigns = self._target in ends or self._inherited(ends)
             elif isinstance(item, ast.Global) and last in item.names and self._source.module == self._home:
-                assigns = last == self._qualname and last in bindings(node.body)
+                assigns = last == self._qualname and last in local()
             else:
                 continue
             if assigns:
@@ -480,6 +479,16 @@ class _Reader:
 
     def _keeper(self, kind: str, where: str, line: int) -> Keeper:
         return Keeper(kind, where, self._source.module, self._source.file, line)
+
+
+def _all_bindings(node: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, list[Binding]]:
+    """What binds each name in a function, or in the functions and classes in it."""
+    table: dict[str, list[Binding]] = {}
+    for inner in ast.walk(node):
+        if isinstance(inner, (*fingerprint.Function, ast.ClassDef)):
+            for name, found in bindings(inner.body).items():
+                table.setdefault(name, []).extend(found)
+    return table
 
 
 def _is_bound_by(binding: Binding, name: str, at: ast.stmt) -> bool:

@@ -99,6 +99,21 @@ DRIFT: dict[str, tuple[str, str | None, str]] = {
         "other.py",
         "from . import core\ndef f():\n    E = core.Sub\n    E.run, x = len, 1\n",
     ),
+    "of a class, by a function in a function": (
+        RUN,
+        "other.py",
+        "def f():\n    def g():\n        from .core import Engine as E\n        E.run = len\n",
+    ),
+    "of its module, by a function in a function": (
+        "PKG.core:free",
+        None,
+        "def f():\n    def g():\n        global free\n        free = len\n",
+    ),
+    "of a class, in a class of a function": (
+        RUN,
+        "other.py",
+        "def f():\n    class C:\n        from .core import Engine as E\n        E.run = len\n",
+    ),
     "assigned under if": (RUN, None, FAST + "if sys:\n    Engine.run = fast"),
     "assigned with an annotation": (RUN, None, FAST + "Engine.run: object = fast"),
     "assigned with another": (RUN, None, FAST + "Engine.run, Engine.n = fast, 1"),
