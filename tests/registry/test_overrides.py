@@ -798,6 +798,11 @@ GENERATED = {
         "@config\nclass S(Engine): ...\n",
         4,
     ),
+    "what one has by a partial": (
+        "Engine.__setattr__",
+        "import functools as f\nfrozen = f.partial(dataclasses.dataclass, frozen=True)\n@frozen\nclass S(Engine): ...\n",
+        4,
+    ),
     "what one has by a function of its name": (
         "Engine.__setattr__",
         "dataclass = dataclasses.dataclass(frozen=True)\n@dataclass\nclass S(Engine): ...\n",
