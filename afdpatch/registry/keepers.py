@@ -16,7 +16,7 @@ from typing import TypeGuard
 from afdpatch.registry import fingerprint
 from afdpatch.registry.census import as_word, held_lines
 from afdpatch.registry.lineage import (
-    LONGEST,
+    Passed,
     binds_at,
     bound,
     bound_before,
@@ -244,9 +244,10 @@ class _Reader:
         """Where a function assigns to the target, should anybody call it."""
         last = self._qualname.rpartition(".")[2]
         local = cache(lambda: _all_bindings(node))
+        assigned_to = cache(lambda *names: self._ends(names, local()))
         for item in ast.walk(node):
             if self._may_be_assigned(item):
-                ends = self._ends(dotted(item), local())
+                ends = assigned_to(*dotted(item))
                 assigns = self._target in ends or self._inherited(ends)
             elif isinstance(item, ast.Global) and last in item.names and self._source.module == self._home:
                 assigns = last == self._qualname and last in local()
@@ -413,7 +414,7 @@ class _Reader:
             local: the names of a function.
             at: the statement of the module that uses it when it is imported; None: some function does at any time.
         """
-        ends, seen = set[str](), set[tuple[ast.stmt | str, ...]]()
+        ends, passed = set[str](), Passed()
         todo: list[_Step] = [(self._source, names, local or {}, at)] if names else []
         while todo:
             source, names, local, at = todo.pop()
@@ -421,9 +422,8 @@ class _Reader:
             if not found:
                 ends.add(f"{source.module}:{'.'.join(names)}")
             for node in (item.node for item in found):
-                if (node, *names) in seen or len(names) > LONGEST:
+                if not passed.add(node, names):
                     continue
-                seen.add((node, *names))
                 if isinstance(node, ast.Import | ast.ImportFrom):
                     module, onward = imported(self._tree, source, node, names)
                     other = self._tree.file(module) if onward else None

@@ -192,12 +192,27 @@ def base_names(node: ast.expr) -> list[str]:
     return dotted(node.value if isinstance(node, ast.Subscript) else node)
 
 
-LONGEST = 50
-"""Of how many parts a dotted name is at most; one that grows as it is followed has no end."""
+_LONGEST, _MOST = 50, 1000
+"""Of how many parts a dotted name is at most, and how many of them a binding has; one that grows has no end."""
 
 
 _Steps = Iterator["Class | _Steps"]
 """Classes, and what leads to further ones."""
+
+
+class Passed:
+    """The dotted names that were followed by each binding of their first name."""
+
+    def __init__(self) -> None:
+        self._by_node: dict[ast.stmt, set[tuple[str, ...]]] = {}
+
+    def add(self, node: ast.stmt, names: Sequence[str]) -> bool:
+        """Adds one; false if it was there already, or leads to no end."""
+        known = self._by_node.setdefault(node, set())
+        if tuple(names) in known or len(names) > _LONGEST or len(known) >= _MOST:
+            return False
+        known.add(tuple(names))
+        return True
 
 
 class _Names:
@@ -211,7 +226,7 @@ class _Names:
     def __init__(self, tree: SourceTree, parts_of: Callable[[ast.expr], Iterator[ast.expr]]) -> None:
         self._tree = tree
         self._parts_of = parts_of
-        self._seen: set[tuple[ast.stmt | str, ...]] = set()
+        self._passed = Passed()
 
     def visible(
         self, source: SourceFile, around: tuple[ast.AST, ...], names: Sequence[str], before: tuple[int, int] | None
@@ -250,9 +265,8 @@ class _Names:
     def _led(self, source: SourceFile, around: tuple[ast.AST, ...], binding: Binding, names: Sequence[str]) -> _Steps:
         """The classes to which a binding of a dotted name's first name leads."""
         node, rest = binding.node, names[1:]
-        if (node, *names) in self._seen or len(names) > LONGEST:
+        if not self._passed.add(node, names):
             return
-        self._seen.add((node, *names))
         if isinstance(node, ast.ClassDef):
             yield self._attribute(Class(source, node, around), rest)
         elif isinstance(node, ast.ImportFrom | ast.Import):

@@ -139,7 +139,7 @@ def _imports(node: ast.stmt, names: Sequence[str], module: str, name: str) -> bo
 
 
 def generates(tree: SourceTree, cls: Class, name: str) -> bool:
-    """Whether a class gets a name of its own that no statement gives it: a slot, a dataclass's method, a field's value."""
+    """Whether a class gets a name of its own that no statement gives it: a slot, a dataclass's method, a field."""
     slots = (part for item in cls.bound("__slots__") for part in ast.walk(item.node))
     if any(isinstance(part, ast.Constant) and part.value == name for part in slots):
         return True
