@@ -229,8 +229,10 @@ def _origin(tree: SourceTree, source: SourceFile, node: ast.expr) -> str:
             return found
         node = found
         while isinstance(node, ast.Call | ast.Subscript):
-            part_of = isinstance(node, ast.Call) and node.args[:1] and last_name(node) == "partial"
-            node = node.args[0] if part_of else node.func if isinstance(node, ast.Call) else node.value
+            if isinstance(node, ast.Subscript):
+                node = node.value
+            else:
+                node = node.args[0] if last_name(node) == "partial" and node.args else node.func
         if not isinstance(node, ast.Name):
             if name := last_name(node):
                 return name
