@@ -90,7 +90,7 @@ def own_parts(node: ast.AST) -> Iterator[ast.AST]:
         if isinstance(child, ast.ExceptHandler | ast.match_case):
             yield from (part for part in ast.iter_child_nodes(child) if not isinstance(part, ast.stmt))
             if isinstance(child, ast.ExceptHandler) and child.name:
-                yield ast.Name(child.name, ast.Store())
+                yield ast.copy_location(ast.Name(child.name, ast.Store()), child)
         elif not isinstance(child, ast.stmt):
             yield child
 

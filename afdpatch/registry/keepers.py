@@ -10,12 +10,23 @@ import ast
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TypeGuard
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.census import as_word, held_lines
-from afdpatch.registry.lineage import bound, bound_before, branches, given, imported, position, possible
+from afdpatch.registry.lineage import (
+    Passed,
+    binds_at,
+    bound,
+    bound_before,
+    branches,
+    end,
+    given,
+    imported,
+    position,
+    possible,
+)
 from afdpatch.registry.lock import Keeper
 from afdpatch.registry.overrides import overrides_of
 from afdpatch.registry.scope import COMPREHENSIONS, Binding, at_import, bindings, dotted
@@ -139,6 +150,10 @@ _Place = tuple[ast.AST, tuple["str | ast.expr", ...], str, "str | None"]
 """An expression, what lies between it and the name that leads there, that name, and the kind of keeper."""
 
 
+_Step = tuple[SourceFile, Sequence[str], Mapping[str, list[Binding]], "ast.stmt | None"]
+"""A module, a dotted name in it, the names of the function where it stands, and the statement that uses it."""
+
+
 class _Reader:
     """Reads what one module does at its import with a target."""
 
@@ -228,14 +243,14 @@ class _Reader:
     def _assigned_by(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Keeper]:
         """Where a function assigns to the target, should anybody call it."""
         last = self._qualname.rpartition(".")[2]
-        local: dict[str, list[Binding]] | None = None
+        local = cache(lambda: _all_bindings(node))
+        assigned_to = cache(lambda *names: self._ends(names, local()))
         for item in ast.walk(node):
             if self._may_be_assigned(item):
-                local = bindings(node.body) if local is None else local
-                ends = self._ends(dotted(item), local)
+                ends = assigned_to(*dotted(item))
                 assigns = self._target in ends or self._inherited(ends)
             elif isinstance(item, ast.Global) and last in item.names and self._source.module == self._home:
-                assigns = last == self._qualname and last in bindings(node.body)
+                assigns = last == self._qualname and last in local()
             else:
                 continue
             if assigns:
@@ -356,9 +371,9 @@ class _Reader:
 
     def _inherited(self, ends: Collection[str]) -> bool:
         """Whether one of some symbols is the target by a subclass."""
-        for end in ends:
+        for symbol in ends:
             with suppress(SymbolAbsent):
-                if "." in end.partition(":")[2] and self._tree.resolve(end).defined_as == self._defined_as:
+                if "." in symbol.partition(":")[2] and self._tree.resolve(symbol).defined_as == self._defined_as:
                     return True
         return False
 
@@ -399,28 +414,39 @@ class _Reader:
             local: the names of a function.
             at: the statement of the module that uses it when it is imported; None: some function does at any time.
         """
-        ends, seen, todo = set[str](), set[ast.stmt](), [(names, at)] if names else []
+        ends, passed = set[str](), Passed()
+        todo: list[_Step] = [(self._source, names, local or {}, at)] if names else []
         while todo:
-            names, at = todo.pop()
-            found = (local or {}).get(names[0]) or bound(self._tree, self._source, names[0])
-            own = self._of_class(names[0], at) if at is not None else []
-            found = sorted([*found, *own], key=lambda item: position(item.node)) if own else found
-            if not found:  # by `import *`, perhaps
-                ends |= self._tree.definitions(self._source.module, ".".join(names))
-            for node in (item.node for item in (found if at is None else self._current(found, names[0], at))):
+            source, names, local, at = todo.pop()
+            found = local.get(names[0]) or self._bound(source, names[0], at)
+            if not found:
+                ends.add(f"{source.module}:{'.'.join(names)}")
+            for node in (item.node for item in found):
+                if not passed.add(node, names):
+                    continue
                 if isinstance(node, ast.Import | ast.ImportFrom):
-                    module, onward = imported(self._tree, self._source, node, names)
-                    if onward and module.partition(".")[0] == self._tree.package:
-                        ends |= self._tree.definitions(module, ".".join(onward))
+                    module, onward = imported(self._tree, source, node, names)
+                    other = self._tree.file(module) if onward else None
+                    if other is not None and other.parses:
+                        todo.append((other, onward, {}, None))
                     continue
                 values = [part for value in given(node, names[0]) for part in branches(value)] if names[1:] else []
                 others = [other for other in map(dotted, values) if other]
-                if others and node not in seen:  # `E = core.Engine`
-                    seen.add(node)
-                    todo += [([*other, *names[1:]], at and node) for other in others]
+                if others:  # `E = core.Engine`
+                    todo += [(source, [*other, *names[1:]], local, at and node) for other in others]
                 else:
-                    ends.add(f"{self._source.module}:{'.'.join(names)}")
+                    ends.add(f"{source.module}:{'.'.join(names)}")
         return ends
+
+    def _bound(self, source: SourceFile, name: str, at: ast.stmt | None) -> Sequence[Binding]:
+        """The bindings of a name in a module, or at a statement of this one, that may be what it stands for."""
+        found = bound(self._tree, source, name)
+        if source is not self._source:
+            return possible(found) or found
+        if at is None:
+            return found
+        own = self._of_class(name, at)
+        return self._current(sorted([*found, *own], key=lambda item: binds_at(item.node)) if own else found, name, at)
 
     def _current(self, found: Sequence[Binding], name: str, at: ast.stmt) -> Sequence[Binding]:
         """The bindings of a name that may be what it stands for at a statement of the module, or in it."""
@@ -428,22 +454,16 @@ class _Reader:
         unlike = COMPREHENSIONS if self._inside else (ast.GeneratorExp,)  # none of them sees its class's names
         if any(isinstance(item, unlike) for part in parts for item in ast.walk(part)):
             return found  # a generator goes on reading when later statements have run
-        loops = (node for node in self._loops if position(node) <= position(at) <= _end(node))
-        come = bound_before(found, max(map(_end, loops), default=position(at)))
+        loops = (node for node in self._loops if position(node) <= position(at) <= end(node))
+        come = bound_before(found, max(map(end, loops), default=position(at)))
         own = [item for item in found[len(come) : len(come) + 1] if item.node is at]
         first = (index for index in reversed(range(len(come))) if _is_bound_by(come[index], name, at))
         return [*come[next(first, 0) :], *own] or found
 
     def _of_class(self, name: str, at: ast.stmt) -> list[Binding]:
         """The bindings of a name in the class whose body a statement stands in."""
-        if not self._inside:
-            return []
-        inside = ".".join(self._inside)
-        around = (
-            cls.node for cls in self._source.classes if cls.node.name == self._inside[-1] and cls.qualname == inside
-        )
-        node = next((node for node in around if position(node) < position(at) <= _end(node)), None)
-        return self._source.scope(node).get(name, []) if node is not None else []
+        around = self._source.class_around(self._inside, at)
+        return self._source.scope(around).get(name, []) if around is not None else []
 
     @cached_property
     def _loops(self) -> list[ast.stmt]:
@@ -461,19 +481,25 @@ class _Reader:
         return Keeper(kind, where, self._source.module, self._source.file, line)
 
 
+def _all_bindings(node: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, list[Binding]]:
+    """What binds each name in a function, or in the functions and classes in it."""
+    table: dict[str, list[Binding]] = {}
+    for inner in ast.walk(node):
+        if isinstance(inner, (*fingerprint.Function, ast.ClassDef)):
+            for name, found in bindings(inner.body).items():
+                table.setdefault(name, []).extend(found)
+    return table
+
+
 def _is_bound_by(binding: Binding, name: str, at: ast.stmt) -> bool:
     """Whether a name is nothing that it was before a binding, when a later statement comes."""
     node = binding.node
-    if binding.within or not position(node) < position(at):
+    if binding.within or not binds_at(node) < position(at):
         return False
-    if isinstance(node, ast.For | ast.AsyncFor) and position(at) <= _end(node.body[-1]):  # within its body
+    if isinstance(node, ast.For | ast.AsyncFor) and position(at) <= end(node.body[-1]):  # within its body
         stored = (item for item in ast.walk(node.target) if isinstance(item, ast.Name))
         return any(item.id == name and isinstance(item.ctx, ast.Store) for item in stored)
     return binding.sure
-
-
-def _end(node: ast.stmt) -> tuple[int, int]:
-    return node.end_lineno or node.lineno, node.end_col_offset or 0
 
 
 def _words(via: Sequence[str | ast.expr]) -> str:

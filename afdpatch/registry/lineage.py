@@ -56,8 +56,7 @@ class Class:
     def bound(self, name: str) -> list[Binding]:
         """What gives the class an attribute of its own, in the order of the source; empty if it ends up without."""
         found = self.source.scope(self.node).get(name, [])
-        ran = [item for item in found if item.runs]
-        if ran and not isinstance(ran[-1].node, ast.Delete):
+        if any(not isinstance(item.node, ast.Delete) for item in possible(found)):
             return found
         assigned = self.source.assigned(f"{self.qualname}.{name}")
         return assigned if any(not isinstance(item.node, ast.Delete) for item in assigned) else []
@@ -86,13 +85,23 @@ def possible(found: Sequence[Binding], before: tuple[int, int] | None = None) ->
 
 
 def bound_before(found: Sequence[Binding], before: tuple[int, int]) -> Sequence[Binding]:
-    """Those of some bindings, in the order of the source, that come before a line and column."""
-    return found[: bisect_left(found, before, key=lambda item: position(item.node))]
+    """Those of some bindings, in the order of the source, that have bound before a line and column."""
+    return found[: bisect_left(found, before, key=lambda item: binds_at(item.node))]
 
 
-def position(node: ast.stmt) -> tuple[int, int]:
-    """Where a statement begins."""
+def binds_at(node: ast.stmt) -> tuple[int, int]:
+    """From where on there is what a statement binds: a class is made when its body has run."""
+    return end(node) if isinstance(node, ast.ClassDef) else position(node)
+
+
+def position(node: ast.stmt | ast.expr) -> tuple[int, int]:
+    """Where a statement or an expression begins."""
     return node.lineno, node.col_offset
+
+
+def end(node: ast.stmt) -> tuple[int, int]:
+    """Where a statement ends."""
+    return node.end_lineno or node.lineno, node.end_col_offset or 0
 
 
 def lineage(tree: SourceTree, cls: Class) -> tuple[Class, ...]:
@@ -183,12 +192,27 @@ def base_names(node: ast.expr) -> list[str]:
     return dotted(node.value if isinstance(node, ast.Subscript) else node)
 
 
-_LONGEST = 50
-"""Of how many parts a dotted name is at most; one that grows as it is followed has no end."""
+_LONGEST, _MOST = 50, 1000
+"""Of how many parts a dotted name is at most, and how many of them a binding has; one that grows has no end."""
 
 
 _Steps = Iterator["Class | _Steps"]
 """Classes, and what leads to further ones."""
+
+
+class Passed:
+    """The dotted names that were followed by each binding of their first name."""
+
+    def __init__(self) -> None:
+        self._by_node: dict[ast.stmt, set[tuple[str, ...]]] = {}
+
+    def add(self, node: ast.stmt, names: Sequence[str]) -> bool:
+        """Adds one; false if it was there already, or leads to no end."""
+        known = self._by_node.setdefault(node, set())
+        if tuple(names) in known or len(names) > _LONGEST or len(known) >= _MOST:
+            return False
+        known.add(tuple(names))
+        return True
 
 
 class _Names:
@@ -202,7 +226,7 @@ class _Names:
     def __init__(self, tree: SourceTree, parts_of: Callable[[ast.expr], Iterator[ast.expr]]) -> None:
         self._tree = tree
         self._parts_of = parts_of
-        self._seen: set[tuple[ast.stmt | str, ...]] = set()
+        self._passed = Passed()
 
     def visible(
         self, source: SourceFile, around: tuple[ast.AST, ...], names: Sequence[str], before: tuple[int, int] | None
@@ -230,8 +254,8 @@ class _Names:
                 found = possible(source.scope(scope).get(names[0], []), before)
                 for item in found:
                     yield self._led(source, inner, item, names)
-                if found:
-                    return
+                if any(isinstance(scope, fingerprint.Function) or not item.within for item in found):
+                    return  # else a class may be without it
             if isinstance(scope, fingerprint.Function):
                 before = None  # what is around has run when the function does
             inner = inner[:-1]
@@ -241,9 +265,8 @@ class _Names:
     def _led(self, source: SourceFile, around: tuple[ast.AST, ...], binding: Binding, names: Sequence[str]) -> _Steps:
         """The classes to which a binding of a dotted name's first name leads."""
         node, rest = binding.node, names[1:]
-        if (node, *names) in self._seen or len(names) > _LONGEST:
+        if not self._passed.add(node, names):
             return
-        self._seen.add((node, *names))
         if isinstance(node, ast.ClassDef):
             yield self._attribute(Class(source, node, around), rest)
         elif isinstance(node, ast.ImportFrom | ast.Import):

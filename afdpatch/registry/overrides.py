@@ -15,7 +15,7 @@ from afdpatch.registry.lineage import Class, bases, branches, given, lineage, me
 from afdpatch.registry.lock import Keeper
 from afdpatch.registry.scope import COMPREHENSIONS, Binding, dotted
 from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent
-from afdpatch.registry.unsound import generates, last_name
+from afdpatch.registry.unsound import generates, last_name, takes_over
 
 _FAR = 2000
 """The longest head of a class that is looked at, in bytes."""
@@ -89,8 +89,11 @@ def _own(tree: SourceTree, item: Class, owner: Class, last: str) -> Iterator[Kee
     found = [[one for one in item.bound(name) if one.runs] for name in (last, "__getattribute__")]
     nodes: list[ast.stmt] = [ran[0].node for ran in found if ran]
     reached = any(_reached(tree, base, last, owner) is owner for base in bases(tree, item))
-    if not nodes and (generates(tree, item, last) or (reached and _reached(tree, item, last, owner) is not owner)):
+    same = _reached(tree, item, last, owner) is owner
+    if not nodes and (generates(tree, item, last) or (reached and not same)):
         nodes = [item.node]
+    if same and takes_over(tree, item, last) and not any(isinstance(one, fingerprint.Function) for one in item.around):
+        yield _keeper("default", f"a default argument or closure of {item.symbol}.__init__", item, item.node)
     overridden = any(isinstance(one.node, fingerprint.Function) for one in owner.bound(last))
     calls = not overridden or all(
         isinstance(one.node, fingerprint.Function) and _goes_on(tree, item, one.node) for one in found[0]

@@ -227,10 +227,11 @@ def _for_super(cell: CellType) -> bool:
 
 
 def _only_says(referrer: Any, value: object) -> bool:
-    """Whether it holds a class as an annotation does, or typing's cache of annotations: nobody calls it from there."""
+    """Whether nobody uses what it holds: a class in an annotation or typing's cache of those, a `ClassVar`'s value."""
     kind = type(referrer)
     if kind is dataclasses.Field:
-        return value is referrer.type and value is not referrer.default_factory
+        of_class = referrer._field_type is dataclasses._FIELD_CLASSVAR  # type: ignore[attr-defined]
+        return of_class or (value is referrer.type and value is not referrer.default_factory)
     if kind in (GenericAlias, UnionType) or kind.__module__ in _TYPING:
         return getattr(referrer, "__origin__", None) is not value
     return kind is _CACHE and getattr(referrer, "__module__", "") in _TYPING

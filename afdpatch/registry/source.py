@@ -13,7 +13,7 @@ from pathlib import Path
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.files import DirectoryFiles, Files, SourceError
-from afdpatch.registry.lineage import Class, base_names, branches, lineage, parts, possible, walruses
+from afdpatch.registry.lineage import Class, base_names, branches, end, lineage, parts, position, possible, walruses
 from afdpatch.registry.scope import COMPREHENSIONS, Binding, attribute_bindings, bindings, dotted
 
 
@@ -162,10 +162,16 @@ class SourceFile:
             name: the name.
             node: where it stands.
         """
-        around = next((cls for cls in self.classes if classes and cls.qualname == ".".join(classes)), None)
-        found = possible(self.scope(around.node).get(name, []), (node.lineno, node.col_offset)) if around else []
+        around = self.class_around(classes, node)
+        found = possible(self.scope(around).get(name, []), position(node)) if around is not None else []
         own = any(not item.within and not isinstance(item.node, ast.ImportFrom) for item in found)
-        return own and around is not None and not _in_comprehension(around.node, node)
+        return own and around is not None and not _in_comprehension(around, node)
+
+    def class_around(self, classes: Sequence[str], node: ast.stmt | ast.expr) -> ast.ClassDef | None:
+        """The class of these names, each in the one before, that a place stands in; there may be several of them."""
+        known = (cls for cls in self.classes if classes and cls.node.name == classes[-1])
+        around = (cls.node for cls in known if cls.qualname == ".".join(classes))
+        return next((cls for cls in around if position(cls) < position(node) <= end(cls)), None)
 
     @cached_property
     def other_names(self) -> dict[str, set[str]]:

@@ -41,7 +41,7 @@ GENERATED = {
 """What a dataclass has of its own if it isn't written, by the option that says so."""
 _DEFAULTS = ("init", "repr", "eq", "match_args")
 """The options that say yes if they aren't given."""
-_ENUMERATION, _TUPLE, _DATACLASS = "an enumeration", "a named tuple", "a dataclass"
+_ENUMERATION, _TUPLE, _DATACLASS, _MODEL = "an enumeration", "a named tuple", "a dataclass", "a pydantic model"
 FIELDS = {
     "Enum": _ENUMERATION,
     "IntEnum": _ENUMERATION,
@@ -49,7 +49,7 @@ FIELDS = {
     "Flag": _ENUMERATION,
     "IntFlag": _ENUMERATION,
     "NamedTuple": _TUPLE,
-    "BaseModel": "a pydantic model",
+    "BaseModel": _MODEL,
 }
 """Classes whose subclasses take their fields over when they are made."""
 _TEXT = re.compile(r"(?:\s*(\w+)\s*\.)?\s*(\w+)")
@@ -139,16 +139,30 @@ def _imports(node: ast.stmt, names: Sequence[str], module: str, name: str) -> bo
 
 
 def generates(tree: SourceTree, cls: Class, name: str) -> bool:
-    """Whether a class gets a name of its own that no statement gives it: a dataclass's method, or a field's value."""
-    bare = [node for node in _annotations(cls, name) if node.value is None]
-    kind = _field_of(tree, lineage(tree, cls), name) if bare else None
+    """Whether a class gets a name of its own that no statement gives it: a slot, a dataclass's method, a field."""
+    slots = (part for item in cls.bound("__slots__") for part in ast.walk(item.node))
+    if any(isinstance(part, ast.Constant) and part.value == name for part in slots):
+        return True
+    kind, bare = _bare_field(tree, cls, name)
     # An `InitVar` is a parameter of a dataclass's __init__, and no attribute.
-    none = [("typing", "ClassVar"), *([("dataclasses", "InitVar")] if kind == _DATACLASS else [])]
-    if kind and not all(any(_is_of(cls.source, node.annotation, *one) for one in none) for node in bare):
+    if bare and not (kind == _DATACLASS and all(_is_of(cls.source, node, "dataclasses", "InitVar") for node in bare)):
         return True
     options = [option for option, methods in GENERATED.items() if name in methods]
     decorators = _dataclass_decorators(tree, cls) if options else []
     return any(_may_be_on(cls.source, decorator, option) for decorator in decorators for option in options)
+
+
+def takes_over(tree: SourceTree, cls: Class, name: str) -> bool:
+    """Whether a class is made with what its bases have of a name: the default of a field that has none of its own."""
+    kind, bare = _bare_field(tree, cls, name)
+    return bool(bare) and (kind == _MODEL or (kind == _DATACLASS and bool(_dataclass_decorators(tree, cls))))
+
+
+def _bare_field(tree: SourceTree, cls: Class, name: str) -> tuple[str | None, list[ast.expr]]:
+    """What makes a field of what a class only annotates, and the annotations that aren't `ClassVar`."""
+    bare = [node.annotation for node in _annotations(cls, name) if node.value is None]
+    kind = _field_of(tree, lineage(tree, cls), name) if bare else None
+    return kind, [node for node in bare if kind and not _is_of(cls.source, node, "typing", "ClassVar")]
 
 
 def _may_be_on(source: SourceFile, decorator: ast.expr, option: str) -> bool:
@@ -215,7 +229,10 @@ def _origin(tree: SourceTree, source: SourceFile, node: ast.expr) -> str:
             return found
         node = found
         while isinstance(node, ast.Call | ast.Subscript):
-            node = node.func if isinstance(node, ast.Call) else node.value
+            if isinstance(node, ast.Subscript):
+                node = node.value
+            else:
+                node = node.args[0] if last_name(node) == "partial" and node.args else node.func
         if not isinstance(node, ast.Name):
             if name := last_name(node):
                 return name

@@ -127,6 +127,26 @@ def test_who_holds_a_class_that_is_replaced_is_named(zoo: World, name: str) -> N
     del user
 
 
+@pytest.mark.parametrize("module", ["dataclasses", "pydantic.dataclasses"])
+def test_what_a_dataclass_says_of_a_class_s_table_does_not_count(world: World, module: str) -> None:
+    source = f"""
+    import {module} as d
+    from typing import ClassVar
+    @d.dataclass
+    class C:
+        TABLE: ClassVar[dict] = {{}}
+    """
+    world.write(f"{world.package}/core.py", source)
+    world.write(f"{world.ours}/patches.py", "TABLE = {1: 1}\n")
+    patches = world.patchset(world.entry("PKG.core:C.TABLE", kind="replace"))
+    assert world.verify() == 0
+    core = world.load("PKG.core")
+    patches.apply(role="red", process="worker")
+    assert core.C().TABLE == {1: 1}
+    patches.undo()
+    assert core.C().TABLE == {}
+
+
 def test_a_class_that_a_decorator_takes_into_a_table_is_held(world: World) -> None:
     source = "TABLE = {}\ndef register(c):\n    TABLE[c.__name__] = c\n    return c\n@register\nclass Alone: ...\n"
     world.write(f"{world.package}/core.py", source)

@@ -63,6 +63,7 @@ KEEPS_NOT = {
     "a class's own method": "class C:\n    def free(self): ...\n    x = property(free)",
     "for checkers": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    other = free",
     "annotation": "def use(f: 'free' = None) -> None: ...",
+    "an exception's name in a class": "class C:\n    try: ...\n    except ValueError as free: ...",
 }
 
 
@@ -204,6 +205,11 @@ CLASS_VARIABLE = "@dataclass\nclass C:\n    f: {} = 1"
 FORMS = {
     "cache": ("import functools\n@functools.cache\ndef f(x): ...", "f", "cache_clear"),
     "renamed cache": ("from functools import lru_cache\n@lru_cache(maxsize=2)\ndef f(x): ...", "f", "cache_clear"),
+    "a partial's": (
+        "import functools as f\nmemo = f.partial(f.lru_cache, maxsize=2)\n@memo()\ndef f(x): ...",
+        "f",
+        "cache_clear",
+    ),
     "single dispatch": (
         "import functools\nclass C:\n    @functools.singledispatchmethod\n    def f(self, x): ...",
         "C.f",

@@ -99,6 +99,21 @@ DRIFT: dict[str, tuple[str, str | None, str]] = {
         "other.py",
         "from . import core\ndef f():\n    E = core.Sub\n    E.run, x = len, 1\n",
     ),
+    "of a class, by a function in a function": (
+        RUN,
+        "other.py",
+        "def f():\n    def g():\n        from .core import Engine as E\n        E.run = len\n",
+    ),
+    "of its module, by a function in a function": (
+        "PKG.core:free",
+        None,
+        "def f():\n    def g():\n        global free\n        free = len\n",
+    ),
+    "of a class, in a class of a function": (
+        RUN,
+        "other.py",
+        "def f():\n    class C:\n        from .core import Engine as E\n        E.run = len\n",
+    ),
     "assigned under if": (RUN, None, FAST + "if sys:\n    Engine.run = fast"),
     "assigned with an annotation": (RUN, None, FAST + "Engine.run: object = fast"),
     "assigned with another": (RUN, None, FAST + "Engine.run, Engine.n = fast, 1"),
@@ -131,6 +146,10 @@ ONCE = {
     "a loop": "for only in (len,): ...",
     "imported over several lines": "from builtins import (\n        len as\n        only,\n    )",
     "under a call": "only = staticmethod(len)",
+    "deleted on a condition": "only = len\n    if X: del only",
+    "a slot": "__slots__ = ('only', 'x')",
+    "a slot with its description": "__slots__ = {'only': 'A text.'}",
+    "the only slot": "__slots__ = 'only'",
 }
 DRIFT |= {
     f"in a subclass: {name}": ("PKG.core:Engine.only", "class Sub(Engine): ...", f"class Sub(Engine):\n    {text}")
@@ -202,6 +221,9 @@ SUBCLASSES = {
     "a base named like a class statement": f"from .core import Engine\nclass S(\n    class_of.X,\n    Engine,\n){BODY}",
     "generic": f"from .core import Engine\nclass S(Generic[T], Engine[T]){BODY}",
     "in a function": f"def f():\n    from .core import Engine\n    class S(Engine){DEEP}",
+    "in a class of its name": f"from .core import Engine\nclass Engine:\n    class S(Engine){DEEP}",
+    "in a class that may have its own": "from .core import Engine\n"
+    f"class O:\n    if X: Engine = X\n    class S(Engine){DEEP}",
     "in a class": f"from .core import Engine\nclass O:\n    class B(Engine): ...\n    class S(B){DEEP}",
     "of one in a class": f"from .core import Engine\nclass O:\n    class B(Engine): ...\nclass S(O.B){BODY}",
     "assigned to it": "from .core import Engine\nclass S(Engine): ...\nS.run = len\n",
@@ -224,6 +246,11 @@ READ = {
         LIMIT,
         None,
         "class C:\n    LIMIT = 1\n    y = [LIMIT for _ in (1,)]",
+    ),
+    "in one of two classes of a name": (
+        LIMIT,
+        None,
+        "if not sys:\n    class C:\n        LIMIT = 1\nelse:\n    class C:\n        y = abs(LIMIT)",
     ),
     "default": (LIMIT, None, "def f(x=LIMIT): ..."),
     "default, elsewhere": (LIMIT, "other.py", "from . import core\ndef f(x=core.LIMIT): ..."),
@@ -548,6 +575,10 @@ ASSIGNED = {
     "deleted": "from . import core\ndel core.Engine.run",
     "in a class": "from .core import Engine\nclass C:\n    Engine.run = len",
     "by another name": "from . import core\nE = core.Engine\nE.run = len",
+    "by another module's name": "from .again import E\nE.run = len",
+    "by another module's name, by it": "from . import again\nagain.E.run = len",
+    "by another module's name for its module": "from .again import c\nc.Engine.run = len",
+    "by another name for another module's": "from . import again\nE = again.E\nE.run = len",
     "by a loop's name": "from . import core\nfor E, run in ((core.Root, 1), (core.Engine, len)):\n    E.run = run",
     "by a name on a condition": "from . import core\nE = core.Root if X else core.Engine\nE.run = len",
     "by a name with another": "from . import core\nX, E = 1, core.Engine\nE.run = len",
@@ -610,6 +641,29 @@ def test_names_that_stand_for_each_other_lead_nowhere(world: World) -> None:
     assert world.verify() == 0
 
 
+@pytest.mark.parametrize("use", ["class S(A):\n    def run(self, x): ...", "A.Engine.run = len"])
+def test_names_that_stand_for_more_and_more_of_each_other_have_an_end(world: World, use: str) -> None:
+    pinned(world, RUN)
+    world.write(
+        f"{world.package}/again.py", "from .core import Engine\nfrom .other import A\nB = A.x or A.y or Engine\n"
+    )
+    world.write(
+        f"{world.package}/other.py", f"from .again import B\nfrom . import core\nA = B.x or B.y or core\n{use}\n"
+    )
+    start = time.process_time()
+    world.verify()
+    assert time.process_time() - start < 5
+
+
+def test_a_function_that_assigns_a_thousand_times_is_read_in_linear_time(world: World) -> None:
+    pinned(world, RUN)
+    lines = "    E = Engine\n    E.run = len\n" * 1500
+    world.write(f"{world.package}/other.py", f"from .core import Engine\ndef f():\n{lines}")
+    start = time.process_time()
+    assert world.verify() == 4
+    assert time.process_time() - start < 5
+
+
 @pytest.mark.parametrize("name", REBOUND)
 def test_a_name_stands_for_what_it_was_bound_to_last(world: World, name: str) -> None:
     pinned(world, RUN)
@@ -629,6 +683,8 @@ def test_a_name_stands_for_what_it_was_bound_to_last(world: World, name: str) ->
         ("E = core.Engine", "E = core.Root\n    x = [E.run for _ in X]", 7),
         ("E = core.Root", "E = core.Engine\n    class D:\n        x = E.run", 0),
         ("E = core.Root", "core = None\n    x = core.Engine.run", 0),
+        ("C = core.Engine", "x = C.run", 7),
+        ("C = core.Root", "x = C.run", 0),
     ],
 )
 def test_a_class_s_body_has_names_of_its_own(world: World, before: str, inside: str, expected: int) -> None:
@@ -650,6 +706,7 @@ def test_an_assignment_in_another_module_is_refused_for_every_entry(world: World
     for when in ("role", "always"):
         pinned(world, RUN, when)
         world.write(f"{world.package}/maybe.py", "if X: E = None\n")
+        world.write(f"{world.package}/again.py", "from . import core as c\nE = X or c.Engine\n")
         edit(world, "other.py", assigned)
         assert world.verify() == 7
         assert (world.pin(), world.verify()) == (0, 7)
@@ -708,9 +765,9 @@ GENERATED = {
     "its method, by a call": ("Engine.__init__", "@dataclasses.dataclass(init=True)\nclass S(Engine): ...\n", 4),
     "not its method": ("Engine.__init__", "@dataclasses.dataclass(init=False)\nclass S(Engine): ...\n", 0),
     "no method": (RUN, "@dataclasses.dataclass\nclass S(Engine): ...\n", 0),
-    "a field": (RUN, "@dataclasses.dataclass\nclass S(Engine):\n    run: object\n", 4),
-    "a field of a model": (RUN, "from pydantic import BaseModel\nclass S(BaseModel, Engine):\n    run: object\n", 4),
-    "a field under if": (RUN, "@dataclasses.dataclass\nclass S(Engine):\n    if Engine:\n        run: object\n", 4),
+    "a field": (RUN, "@dataclasses.dataclass\nclass S(Engine):\n    run: object\n", 7),
+    "a field of a model": (RUN, "from pydantic import BaseModel\nclass S(BaseModel, Engine):\n    run: object\n", 7),
+    "a field under if": (RUN, "@dataclasses.dataclass\nclass S(Engine):\n    if Engine:\n        run: object\n", 7),
     "a field, in a function": (
         RUN,
         "def f():\n    @dataclasses.dataclass\n    class S(Engine):\n        run: object\n",
@@ -729,12 +786,12 @@ GENERATED = {
     "what only the generated method takes": (
         RUN,
         "@dataclasses.dataclass\nclass S(Engine):\n    run: dataclasses.InitVar[object]\n",
-        0,
+        7,
     ),
     "what only looks like a class's": (
         RUN,
         "ClassVar = list\n@dataclasses.dataclass\nclass S(Engine):\n    run: ClassVar[object]\n",
-        4,
+        7,
     ),
     "an annotation in a subclass of a dataclass": (
         RUN,
@@ -763,6 +820,12 @@ GENERATED = {
         "from typing import dataclass_transform\n@dataclass_transform()\n"
         "def config(c): return dataclasses.dataclass(c, frozen=True)\n"
         "@config\nclass S(Engine): ...\n",
+        4,
+    ),
+    "what one has by a partial": (
+        "Engine.__setattr__",
+        "import functools\nfrozen = functools.partial(dataclasses.dataclass, frozen=True)\n"
+        "@frozen\nclass S(Engine): ...\n",
         4,
     ),
     "what one has by a function of its name": (
@@ -807,6 +870,29 @@ def test_what_a_dataclass_has_of_its_own_is_an_override(world: World, name: str)
     assert (world.pin(), world.verify()) == (0, 0)
     world.write(f"{world.package}/other.py", f"{DATACLASS}{text}")
     assert world.verify() == expected
+
+
+BARE = {
+    "a dataclass": "import dataclasses as d\n@d.dataclass\nclass S(Engine):\n    SIZE: int\n",
+    "its parameter": "import dataclasses as d\n@d.dataclass\nclass S(Engine):\n    SIZE: d.InitVar[int]\n",
+    "below another": "import dataclasses as d\nclass A(Engine): ...\n@d.dataclass\nclass S(A):\n    SIZE: int\n",
+    "a model": "from pydantic import BaseModel\nclass S(BaseModel, Engine):\n    SIZE: int\n",
+}
+
+
+@pytest.mark.filterwarnings("ignore:Field name")
+@pytest.mark.parametrize("name", BARE)
+def test_a_field_without_a_default_has_taken_over_what_its_bases_have(world: World, name: str) -> None:
+    world.write(f"{world.package}/core.py", BASE)
+    world.write(f"{world.package}/other.py", f"from .core import Engine\n{BARE[name]}")
+    world.write(f"{world.ours}/patches.py", OURS)
+    patches = world.patchset(world.entry(SIZE, kind="replace"))
+    assert world.verify() == 7
+    world.load("PKG.other")
+    with pytest.raises(NotInEffect, match=r"a default argument or closure of .*\.other\.S\.__init__"):
+        patches.apply(role="red", process="worker")
+    patches = world.patchset(world.entry(SIZE, kind="replace", when="always"))
+    assert world.verify() == 0
 
 
 INSTEAD = {
