@@ -6,7 +6,7 @@ anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from afdpatch.registry.census import held_names, holders_of
 from afdpatch.registry.errors import HELD, HELD_EXPECTED, HELD_TODO
@@ -14,7 +14,6 @@ from afdpatch.registry.identity import Identity
 from afdpatch.registry.lock import Keeper, Lock, manifest_digest
 from afdpatch.registry.manifest import Entry, Manifest
 from afdpatch.registry.moved import Candidate, find_moved
-from afdpatch.registry.ours import lacking
 from afdpatch.registry.report import EntryReport, Finding, Report, Verdict
 from afdpatch.registry.source import SourceTree, Symbol, SymbolAbsent, SymbolMoved
 from afdpatch.registry.unsound import why_unpatchable
@@ -37,7 +36,8 @@ def verify(
         manifest: the manifest as it is now, to see whether the lock is stale; None: not looked at.
         probes: what each entry's `remove_when` gave: true, false, or an error's text.
     """
-    from afdpatch.registry.keepers import keepers_of  # a reader of source: the run path doesn't need it
+    from afdpatch.registry.keepers import keepers_of  # readers of source: the run path doesn't need them
+    from afdpatch.registry.ours import lacking
 
     changed = tuple(file for file, pinned in sorted(lock.files.items()) if tree.sha256(file) != pinned)
     findings = [*_version_findings(lock, identity, tree, changed), *_stale(lock, manifest)]
@@ -50,7 +50,7 @@ def verify(
             kind = here[entry.target].kind
             found += _unpatchable(entry, here[entry.target], tree)
             found += _keepers(entry, lock, keepers_of(tree, entry.target, kind, holders))
-        found += _lacking(entry)
+        found += _lacking(entry, lacking)
         found += _probe_findings(entry, (probes or {}).get(entry.id, False))
         symbol = here.get(entry.target, lock.symbols[entry.target])
         entries.append(EntryReport(entry=entry, file=symbol.file, line=symbol.line, findings=tuple(found)))
@@ -234,7 +234,7 @@ def _unpatchable(entry: Entry, symbol: Symbol, tree: SourceTree) -> list[Finding
     ]
 
 
-def _lacking(entry: Entry) -> list[Finding]:
+def _lacking(entry: Entry, why: Callable[[str], str | None]) -> list[Finding]:
     """Functions of ours that an entry names and that aren't there."""
     return [
         Finding(
@@ -246,7 +246,7 @@ def _lacking(entry: Entry) -> list[Finding]:
             symbol=name,
         )
         for key in ("replacement", "remove_when", "probe")
-        if (name := getattr(entry, key)) is not None and (reason := lacking(name)) is not None
+        if (name := getattr(entry, key)) is not None and (reason := why(name)) is not None
     ]
 
 
