@@ -159,12 +159,14 @@ def _settle(args: "EngineArgs", afd: AfdConfig) -> None:
 def _settle_graphs(args: "EngineArgs", afd: AfdConfig) -> None:
     """On the FFN server no forward of the model is compiled or captured: its graphs are those of the steps.
 
-    On the attention server, the graphs that hops can go into.
+    It runs none either: of the two runners it takes the one with which it was measured, whatever vLLM's default is. On
+    the attention server, the graphs that hops can go into.
     """
     from vllm.config import CUDAGraphMode
 
     if afd.role == "ffn":
         args.enforce_eager = True
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # for this server's other processes too
     elif not args.enforce_eager and args.compilation_config.cudagraph_mode is None:
         args.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
 

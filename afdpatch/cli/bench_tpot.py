@@ -197,7 +197,8 @@ def _sides(args: argparse.Namespace) -> Iterator[dict[str, Engine]]:
         model, options = make_model(args.log_dir / "model", model, args.shape), {"load_format": "dummy"}
     first, second = map(str, args.devices)
     port, afd_port = free_port(), free_port()
-    env = {"VLLM_USE_V2_MODEL_RUNNER": str(int(args.runner) - 1), "VLLM_NO_USAGE_STATS": "1", "NO_COLOR": "1"}
+    env = {"VLLM_NO_USAGE_STATS": "1", "NO_COLOR": "1"}
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": str(int(args.runner) - 1)}
     words = [sys.executable, "-m", "afdpatch", "serve", "--role", "ffn", str(model), "--port", str(port)]
     words += ["--afd-port", str(afd_port), "--connector", args.connector, "--enforce-eager", "--dtype", "bfloat16"]
     words += [
@@ -207,7 +208,7 @@ def _sides(args: argparse.Namespace) -> Iterator[dict[str, Engine]]:
         str(ROWS),
         *(["--load-format", "dummy"] if args.shape else []),
     ]
-    theirs = {"CUDA_VISIBLE_DEVICES": f"{second},{first}", "VLLM_USE_V2_MODEL_RUNNER": "0"}  # an FFN server runs none
+    theirs = {"CUDA_VISIBLE_DEVICES": f"{second},{first}"}
     ffn = Server("ffn", words, port, args.log_dir / "ffn.log", env=env | theirs)
     engine = options | {
         "max_model_len": args.context + args.tokens,
@@ -231,7 +232,7 @@ def _sides(args: argparse.Namespace) -> Iterator[dict[str, Engine]]:
         sides = {}
         for name, role in (("afd", afd), ("stock", None)):
             spec = {"model": str(model), "engine": engine, "afd": role}
-            seen = env | {"CUDA_VISIBLE_DEVICES": f"{first},{second}" if role else first}
+            seen = env | runner | {"CUDA_VISIBLE_DEVICES": f"{first},{second}" if role else first}
             sides[name] = Engine(name, spec, args.log_dir / f"{name}.log", seen)
             stack.callback(sides[name].close)
         until = time.monotonic() + args.timeout

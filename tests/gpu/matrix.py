@@ -156,7 +156,7 @@ class Matrix:
             "--enforce-eager",
         ]
         words += ["--gpu-memory-utilization", "0.1", *options]
-        return self.start(name, words, gpus, VLLM_USE_V2_MODEL_RUNNER="0", **environment)
+        return self.start(name, words, gpus, **environment)
 
     def driver(
         self, name: str, spec: dict[str, Any], gpus: str, runner: str, **environment: str

@@ -1,5 +1,6 @@
 """The graph seam on vLLM's own classes: what is replayed, what goes eagerly, and what is planned without a graph."""
 
+import os
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -131,6 +132,27 @@ def test_no_piece_is_captured_with_a_hop_within(piece: tuple[Any, Any], route: R
     with pytest.raises(RuntimeError, match=r"expected afdpatch::ffn among splitting_ops, found .*FULL_DECODE_ONLY"):
         graphs.cuda_graph_wrapper_call(called.append)(wrapper)
     assert (called, context.additional_kwargs) == ([], {})
+
+
+@pytest.mark.parametrize(
+    ("role", "given", "runner"), [("ffn", None, "0"), ("ffn", "1", "1"), ("attention", None, None)]
+)
+def test_an_ffn_server_on_a_gpu_is_eager_and_has_the_runner_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch, role: str, given: str | None, runner: str | None
+) -> None:
+    from vllm.config import CompilationConfig, CUDAGraphMode
+
+    from afdpatch.patches.config import _settle_graphs
+    from afdpatch.runtime.config import AfdConfig
+
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", given or "")
+    if given is None:
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    args: Any = types.SimpleNamespace(enforce_eager=False, compilation_config=CompilationConfig())
+    _settle_graphs(args, AfdConfig.parse({"role": role, "connector": "ipc"}))
+    assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == runner
+    assert args.enforce_eager is (role == "ffn")
+    assert args.compilation_config.cudagraph_mode == (None if role == "ffn" else CUDAGraphMode.FULL_DECODE_ONLY)
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY", "FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
