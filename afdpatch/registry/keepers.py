@@ -15,21 +15,11 @@ from typing import TypeGuard
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.census import as_word, held_lines
-from afdpatch.registry.lineage import (
-    Passed,
-    binds_at,
-    bound,
-    bound_before,
-    branches,
-    end,
-    given,
-    imported,
-    position,
-    possible,
-)
+from afdpatch.registry.leads import Leads
+from afdpatch.registry.lineage import bound, imported, possible
 from afdpatch.registry.lock import Keeper
 from afdpatch.registry.overrides import overrides_of
-from afdpatch.registry.scope import COMPREHENSIONS, Binding, at_import, bindings, dotted
+from afdpatch.registry.scope import Binding, at_import, bindings, dotted
 from afdpatch.registry.source import SourceFile, SourceTree, SymbolAbsent
 from afdpatch.registry.unsound import last_name
 from afdpatch.registry.values import loads
@@ -68,8 +58,7 @@ def keepers_of(tree: SourceTree, target: str, kind: str, holders: Collection[str
     found: list[Keeper] = []
     constant = kind == "value" and _is_constant(tree, target)
     held = {holder: held_lines(tree, holder, target) for holder in holders}
-    names = {target.rpartition(":")[2].rpartition(".")[2]}
-    names |= {name for lines in held.values() for name in lines if "." not in name}
+    names = _names(target, held)
     for file in _files(tree, target, holders, names):
         source = tree.source(file)
         if source is not None:
@@ -94,11 +83,16 @@ def keepers_of(tree: SourceTree, target: str, kind: str, holders: Collection[str
 def readings_of(tree: SourceTree, target: str, modules: Collection[str]) -> list[Keeper]:
     """Each place of some modules that reads a value when it is imported, as `keepers_of` has it for a constant."""
     held = {module: held_lines(tree, module, target) for module in modules}
-    names = {target.rpartition(":")[2].rpartition(".")[2]}
-    names |= {name for lines in held.values() for name in lines if "." not in name}
+    names = _names(target, held)
     sources = (tree.file(module) for module in modules)
     readers = (_Reader(tree, source, target, "value", names) for source in sources if source is not None)
     return [keeper for reader in readers for keeper in reader.readings()]
+
+
+def _names(target: str, held: Mapping[str, Mapping[str, int]]) -> set[str]:
+    """A target's last name, and those by which modules hold it."""
+    last = target.rpartition(":")[2].rpartition(".")[2]
+    return {last, *(name for lines in held.values() for name in lines if "." not in name)}
 
 
 def _instead(tree: SourceTree, source: SourceFile, names: Collection[str], target: str) -> Iterator[Keeper]:
@@ -150,10 +144,6 @@ _Place = tuple[ast.AST, tuple["str | ast.expr", ...], str, "str | None"]
 """An expression, what lies between it and the name that leads there, that name, and the kind of keeper."""
 
 
-_Step = tuple[SourceFile, Sequence[str], Mapping[str, list[Binding]], "ast.stmt | None"]
-"""A module, a dotted name in it, the names of the function where it stands, and the statement that uses it."""
-
-
 class _Reader:
     """Reads what one module does at its import with a target."""
 
@@ -166,6 +156,7 @@ class _Reader:
         self._home, _, self._qualname = target.partition(":")
         self._inside: tuple[str, ...] = ()
         self._at: ast.stmt | None = None
+        self._leads = Leads(tree, source)
 
     def keepers(self) -> list[Keeper]:
         """Everything in the module that keeps the target, or assigns to it."""
@@ -228,7 +219,7 @@ class _Reader:
             if not self._may_be_assigned(item):
                 continue
             text = ".".join(dotted(item))
-            ends = self._ends(dotted(item), at=self._at)
+            ends = self._ends(dotted(item))
             if self._source.module == self._home and not self._inside and text == self._qualname:
                 continue  # a part of the target's own definition
             if self._target in ends:
@@ -244,7 +235,7 @@ class _Reader:
         """Where a function assigns to the target, should anybody call it."""
         last = self._qualname.rpartition(".")[2]
         local = cache(lambda: _all_bindings(node))
-        assigned_to = cache(lambda *names: self._ends(names, local()))
+        assigned_to = cache(lambda *names: self._leads.ends(names, local()))
         for item in ast.walk(node):
             if self._may_be_assigned(item):
                 ends = assigned_to(*dotted(item))
@@ -282,7 +273,7 @@ class _Reader:
                 return  # a part of the target's own definition
             yield from self._held(value, self._name(target.id), "name")
         elif isinstance(target, ast.Attribute):
-            found = min(self._ends(dotted(target), at=self._at), default=None)
+            found = min(self._ends(dotted(target)), default=None)
             where = found.replace(":", ".") if found else f"{_text(target)} set in {self._name()}"
             yield from self._held(value, where, "attribute")
         else:
@@ -366,8 +357,12 @@ class _Reader:
             return True
         if len(names) == 1 and self._source.is_of_class(self._inside, names[0], node):
             return False
-        ends = self._ends(names, at=self._at)
+        ends = self._ends(names)
         return self._target in ends or self._inherited(ends)
+
+    def _ends(self, names: Sequence[str]) -> set[str]:
+        """Where a dotted name may lead at the statement that is read."""
+        return self._leads.ends(names, at=self._at, inside=self._inside)
 
     def _inherited(self, ends: Collection[str]) -> bool:
         """Whether one of some symbols is the target by a subclass."""
@@ -401,75 +396,6 @@ class _Reader:
     def _defined_as(self) -> str:
         return self._tree.resolve(self._target).defined_as
 
-    def _ends(
-        self,
-        names: Sequence[str],
-        local: Mapping[str, list[Binding]] | None = None,
-        at: ast.stmt | None = None,
-    ) -> set[str]:
-        """Where a dotted name may lead, as far as it can be followed.
-
-        Args:
-            names: the dotted name.
-            local: the names of a function.
-            at: the statement of the module that uses it when it is imported; None: some function does at any time.
-        """
-        ends, passed = set[str](), Passed()
-        todo: list[_Step] = [(self._source, names, local or {}, at)] if names else []
-        while todo:
-            source, names, local, at = todo.pop()
-            found = local.get(names[0]) or self._bound(source, names[0], at)
-            if not found:
-                ends.add(f"{source.module}:{'.'.join(names)}")
-            for node in (item.node for item in found):
-                if not passed.add(node, names):
-                    continue
-                if isinstance(node, ast.Import | ast.ImportFrom):
-                    module, onward = imported(self._tree, source, node, names)
-                    other = self._tree.file(module) if onward else None
-                    if other is not None and other.parses:
-                        todo.append((other, onward, {}, None))
-                    continue
-                values = [part for value in given(node, names[0]) for part in branches(value)] if names[1:] else []
-                others = [other for other in map(dotted, values) if other]
-                if others:  # `E = core.Engine`
-                    todo += [(source, [*other, *names[1:]], local, at and node) for other in others]
-                else:
-                    ends.add(f"{source.module}:{'.'.join(names)}")
-        return ends
-
-    def _bound(self, source: SourceFile, name: str, at: ast.stmt | None) -> Sequence[Binding]:
-        """The bindings of a name in a module, or at a statement of this one, that may be what it stands for."""
-        found = bound(self._tree, source, name)
-        if source is not self._source:
-            return possible(found) or found
-        if at is None:
-            return found
-        own = self._of_class(name, at)
-        return self._current(sorted([*found, *own], key=lambda item: binds_at(item.node)) if own else found, name, at)
-
-    def _current(self, found: Sequence[Binding], name: str, at: ast.stmt) -> Sequence[Binding]:
-        """The bindings of a name that may be what it stands for at a statement of the module, or in it."""
-        parts = fingerprint.own_parts(at) if found[1:] else ()
-        unlike = COMPREHENSIONS if self._inside else (ast.GeneratorExp,)  # none of them sees its class's names
-        if any(isinstance(item, unlike) for part in parts for item in ast.walk(part)):
-            return found  # a generator goes on reading when later statements have run
-        loops = (node for node in self._loops if position(node) <= position(at) <= end(node))
-        come = bound_before(found, max(map(end, loops), default=position(at)))
-        own = [item for item in found[len(come) : len(come) + 1] if item.node is at]
-        first = (index for index in reversed(range(len(come))) if _is_bound_by(come[index], name, at))
-        return [*come[next(first, 0) :], *own] or found
-
-    def _of_class(self, name: str, at: ast.stmt) -> list[Binding]:
-        """The bindings of a name in the class whose body a statement stands in."""
-        around = self._source.class_around(self._inside, at)
-        return self._source.scope(around).get(name, []) if around is not None else []
-
-    @cached_property
-    def _loops(self) -> list[ast.stmt]:
-        loops = (ast.For, ast.AsyncFor, ast.While)
-        return [node for node, _ in at_import(self._source.tree.body) if isinstance(node, loops)]
-
     @property
     def _inside_owner(self) -> bool:
         return self._source.module == self._home and ".".join(self._inside) == self._qualname.rpartition(".")[0]
@@ -489,17 +415,6 @@ def _all_bindings(node: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, lis
             for name, found in bindings(inner.body).items():
                 table.setdefault(name, []).extend(found)
     return table
-
-
-def _is_bound_by(binding: Binding, name: str, at: ast.stmt) -> bool:
-    """Whether a name is nothing that it was before a binding, when a later statement comes."""
-    node = binding.node
-    if binding.within or not binds_at(node) < position(at):
-        return False
-    if isinstance(node, ast.For | ast.AsyncFor) and position(at) <= end(node.body[-1]):  # within its body
-        stored = (item for item in ast.walk(node.target) if isinstance(item, ast.Name))
-        return any(item.id == name and isinstance(item.ctx, ast.Store) for item in stored)
-    return binding.sure
 
 
 def _words(via: Sequence[str | ast.expr]) -> str:

@@ -6,7 +6,7 @@ anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from afdpatch.registry.census import held_names, holders_of
 from afdpatch.registry.errors import HELD, HELD_EXPECTED, HELD_TODO
@@ -36,8 +36,7 @@ def verify(
         manifest: the manifest as it is now, to see whether the lock is stale; None: not looked at.
         probes: what each entry's `remove_when` gave: true, false, or an error's text.
     """
-    from afdpatch.registry.keepers import keepers_of  # readers of source: the run path doesn't need them
-    from afdpatch.registry.ours import lacking
+    from afdpatch.registry.keepers import keepers_of  # a reader of source: the run path doesn't need it
 
     changed = tuple(file for file, pinned in sorted(lock.files.items()) if tree.sha256(file) != pinned)
     findings = [*_version_findings(lock, identity, tree, changed), *_stale(lock, manifest)]
@@ -50,7 +49,7 @@ def verify(
             kind = here[entry.target].kind
             found += _unpatchable(entry, here[entry.target], tree)
             found += _keepers(entry, lock, keepers_of(tree, entry.target, kind, holders))
-        found += _lacking(entry, lacking)
+        found += _lacking(entry)
         found += _probe_findings(entry, (probes or {}).get(entry.id, False))
         symbol = here.get(entry.target, lock.symbols[entry.target])
         entries.append(EntryReport(entry=entry, file=symbol.file, line=symbol.line, findings=tuple(found)))
@@ -234,8 +233,10 @@ def _unpatchable(entry: Entry, symbol: Symbol, tree: SourceTree) -> list[Finding
     ]
 
 
-def _lacking(entry: Entry, why: Callable[[str], str | None]) -> list[Finding]:
+def _lacking(entry: Entry) -> list[Finding]:
     """Functions of ours that an entry names and that aren't there."""
+    from afdpatch.registry.ours import lacking  # a reader of source too
+
     return [
         Finding(
             verdict=Verdict.UNPATCHABLE,
@@ -246,7 +247,7 @@ def _lacking(entry: Entry, why: Callable[[str], str | None]) -> list[Finding]:
             symbol=name,
         )
         for key in ("replacement", "remove_when", "probe")
-        if (name := getattr(entry, key)) is not None and (reason := why(name)) is not None
+        if (name := getattr(entry, key)) is not None and (reason := lacking(name)) is not None
     ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from afdpatch.cli import compat as compat_command
 from afdpatch.registry import Lock, NotInEffect, PatchSet, lock_path
 from tests.registry.conftest import World, command
-from tests.registry.test_overrides import BASE, LIMIT, OURS, RUN, SIZE
+from tests.registry.past import BASE, LIMIT, OURS, RUN, SIZE
 
 
 def pinned(world: World, target: str = "PKG.core:free", source: str = BASE, **keys: Any) -> None:
