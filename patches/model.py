@@ -124,6 +124,10 @@ class RemoteFFN(PPMissingLayer):
         """The hop: what the custom op calls."""
         self.link.hop(hidden_states, self.layer, output)
 
+    def pieces_captured(self, rows: int) -> None:
+        """In the place of the hop while the pieces of the model around it are captured into CUDA graphs."""
+        self.link.route.pieces_captured(rows)
+
 
 def cut(model: nn.Module, vllm_config: "VllmConfig", settings: AfdSettings) -> nn.Module:
     """Put the role's stand-ins into a model that was just built; returns the model.
@@ -203,10 +207,11 @@ def _check_memory(model: nn.Module) -> None:
 
 def _ffn(hidden_states: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:
     context = get_forward_context()
-    if CAPTURES in context.additional_kwargs:
-        return  # the rows are whatever lay in the graphs' memory
     layer: Any = context.no_compile_layers[layer_name]
-    layer.ffn_into(hidden_states, output)
+    if CAPTURES in context.additional_kwargs:
+        layer.pieces_captured(len(hidden_states))  # which are whatever lay in the graphs' memory
+    else:
+        layer.ffn_into(hidden_states, output)
 
 
 def _ffn_fake(hidden_states: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:

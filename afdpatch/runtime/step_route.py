@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from afdpatch.runtime.config import AfdConfig
+from afdpatch.runtime.connectors.base import PeerLost
 from afdpatch.runtime.connectors.factory import gpu_connectors, gpu_end
 from afdpatch.runtime.connectors.ipc_attention import GpuAttentionConnector, Replay, StaleGraph
 from afdpatch.runtime.events import Event
@@ -46,6 +47,22 @@ class StepRoute(Route):
         if greeting is not None and layer == greeting.layers[0]:
             self._step += 1
         return super().hop(hidden, layer, micro_batch, out)
+
+    def pieces_captured(self, rows: int) -> None:
+        """The pieces of the model between the hops of a step of so many rows are captured into graphs.
+
+        Its hops stay launches on this side. On the FFN's they become part of a graph, which is replayed as a whole for
+        each step of so many rows from then on, over later connections too.
+        """
+        if self._gpu.uniform or rows in self._gpu.pieces:
+            return
+        self._gpu.pieces.add(rows)  # whoever connects from now on says it, too
+        for _, connector in self._peers.serving:
+            assert isinstance(connector, GpuAttentionConnector)
+            try:
+                connector.capture_other_half(rows, time.monotonic() + self._hop_timeout_s)
+            except PeerLost as error:
+                self._peers.lose(connector, str(error))
 
     def begin_replay(self, rows: int) -> bool:
         """To be called before a graph of ``rows`` rows is replayed: the FFN's host replays its half.

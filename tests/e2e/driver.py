@@ -269,6 +269,9 @@ def call_ffns_through_the_op(architecture: str) -> None:
         def ffn_into(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
             output.copy_(self.ffn(hidden_states))
 
+        def pieces_captured(self, rows: int) -> None:
+            pass
+
     def load_model(self: Any, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         model = original(self, vllm_config, model_config, prefix)
         for name, _, decoder, ffn in list(ffns(model, row)):

@@ -22,6 +22,11 @@ class Link:
 
     def __init__(self) -> None:
         self.layers: list[int] = []
+        self.captured: list[int] = []
+        self.route = self
+
+    def pieces_captured(self, rows: int) -> None:
+        self.captured.append(rows)
 
     def hop(self, hidden_states: torch.Tensor, layer: int, out: torch.Tensor) -> None:
         self.layers.append(layer)
@@ -119,6 +124,7 @@ def test_pieces_that_are_replayed_read_each_hops_answer(context: ForwardContext)
         compiled(x)
         assert kinds == [False, True, False, True, False]
         assert link.layers == []  # nothing is computed while graphs are captured
+        assert link.captured == [4, 4]
         del context.additional_kwargs[CAPTURES]
         for _ in range(3):
             x.copy_(torch.randn(4, 8))
@@ -126,7 +132,7 @@ def test_pieces_that_are_replayed_read_each_hops_answer(context: ForwardContext)
             for layer in range(2):
                 expected = expected * 6 + layer + expected
             assert torch.equal(compiled(x), expected)
-            assert link.layers == [0, 1]
+            assert (link.layers, link.captured) == ([0, 1], [4, 4])
             link.layers.clear()
 
 

@@ -131,6 +131,22 @@ def capturing() -> list[bool]:
 
 
 @pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each graph that the FFN's host replayed."""
+    found: list[int] = []
+    original = ipc_ffn.GpuFfnConnector._begin
+
+    def begin(self: Any, said: Any) -> bool:
+        eager = original(self, said)
+        if not eager and said.header.offset == Announced.GRAPH:
+            found.append(said.header.rows)
+        return eager
+
+    monkeypatch.setattr(ipc_ffn.GpuFfnConnector, "_begin", begin)
+    return found
+
+
+@pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch, capturing: list[bool]) -> Iterator[Pair]:
     for module in (ipc_attention, ipc_ffn):
         monkeypatch.setattr(module, "HopBuffers", StandInBuffers)
@@ -178,6 +194,49 @@ def test_a_captured_step_is_replayed_as_a_whole_and_an_unknown_graph_is_an_error
     replay(pair, 8, hops=6)
     assert pair.ffn_page.snapshot().errors == 0
     assert pair.attention_page.snapshot().hops == pair.ffn_page.snapshot().hops == 6
+
+
+def test_of_a_step_whose_pieces_were_captured_the_ffns_half_is_replayed(
+    pair: Pair, replays: list[int], capturing: list[bool]
+) -> None:
+    """The hops of such a step stay launches here; only steps of other sizes are computed layer by layer there."""
+    pair.step(2)
+    pair.computed.clear()
+    for _ in LAYERS:
+        pair.route.pieces_captured(8)
+    assert pair.step(8) == pair.step(4) == pair.step(8) == 24.0
+    capture(pair, 8, capturing)  # the graph of a whole step, of the same size
+    replay(pair, 8, hops=15)
+    until(lambda: replays == [8, 8, 8], "three replays")
+    assert pair.computed == [row for rows in (16, 8, 8, 4, 8, 8) for row in [rows] * len(LAYERS)]
+    assert pair.ffn_page.snapshot().errors == 0
+    assert pair.attention_page.snapshot().hops == pair.ffn_page.snapshot().hops == 15
+
+
+def test_what_was_captured_in_pieces_is_told_to_each_server_that_comes(pair: Pair, replays: list[int]) -> None:
+    pair.route.pieces_captured(8)
+    assert pair.step(8) == 24.0
+    pair.loop.stop()
+    assert pair.attention_page.snapshot().peers == 1
+    pair.route.pieces_captured(4)  # it has gone, and nobody knows
+    assert pair.attention_page.snapshot().peers == 0
+    pair.route.pieces_captured(2)  # there is none
+    pair.computed.clear()
+    threading.Timer(0.5, pair.start_ffn).start()
+    assert pair.step(8) == 24.0
+    assert pair.computed == [row for rows in (16, 8, 4, 2, 8) for row in [rows] * len(LAYERS)]
+    assert pair.step(4) == pair.step(2) == 24.0
+    until(lambda: replays == [8, 8, 4, 2], "the four replays")
+    assert pair.ffn_page.snapshot().errors == 0
+
+
+def test_pieces_that_are_captured_while_a_connection_is_made_are_told_before_their_first_step(
+    pair: Pair, replays: list[int]
+) -> None:
+    pair.route._gpu.pieces.add(8)  # too late for `connect`, and before the connection serves
+    assert pair.step(8) == 24.0
+    until(lambda: replays == [8], "the replay")
+    assert pair.ffn_page.snapshot().errors == 0
 
 
 def test_a_step_whose_layer_failed_is_not_to_be_repeated_and_the_next_one_goes_on(pair: Pair) -> None:

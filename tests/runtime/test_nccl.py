@@ -23,9 +23,10 @@ from afdpatch.kernels import HopCode, HopError
 from afdpatch.kernels.nccl import NcclBuffers, _Step
 from afdpatch.kernels.nccl_library import NcclError
 from afdpatch.runtime.config import AfdConfig, ConfigError
-from afdpatch.runtime.connectors._ipc import HangUp
+from afdpatch.runtime.connectors._ipc import Announced, HangUp
 from afdpatch.runtime.connectors.base import ConnectionRefused, ConnectorError, FfnError, InvalidHop, StepLost
 from afdpatch.runtime.connectors.factory import attention_connectors, ffn_connector, gpu_ffn_connector
+from afdpatch.runtime.connectors.ipc_attention import GpuAttentionConnector
 from afdpatch.runtime.ffn_loop import FfnLoop
 from afdpatch.runtime.protocol import Greeting, ProtocolError
 from afdpatch.runtime.route import Route
@@ -274,6 +275,21 @@ def test_a_captured_step_is_replayed_and_an_unknown_graph_is_an_error(pair: Pair
     assert replay(pair.route, 8) == SENT
     until(lambda: pair.ffn_page.snapshot().hops == 6, "the replayed step at the FFN")
     assert pair.route.graphs_stand() and pair.ffn_page.snapshot().errors == pair.attention_page.snapshot().errors == 0
+
+
+def test_no_half_of_a_step_alone_is_captured(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL wants a call captured on all ranks or on none, and hops between pieces of a model are launches."""
+    said: list[Announced] = []
+    original = GpuAttentionConnector._say_step
+
+    def say(self: Any, what: Announced, *more: Any) -> None:
+        said.append(what)
+        original(self, what, *more)
+
+    monkeypatch.setattr(GpuAttentionConnector, "_say_step", say)
+    pair.route.pieces_captured(8)
+    assert step(pair.route, 8) == SENT
+    assert said == [Announced.EAGER]
 
 
 def test_a_step_whose_layer_failed_is_lost_and_the_next_one_goes_over_a_new_communicator(pair: Pair) -> None:

@@ -36,9 +36,9 @@ class Announced(enum.IntEnum):
     EAGER = 0
     """A step, launched hop by hop: each layer of the greeting once, in order, with this many rows."""
     GRAPH = 1
-    """The same, replayed from a graph that was captured with this many rows."""
+    """The same; its other half is to be replayed from the graph that was captured with this many rows."""
     CAPTURE = 2
-    """A graph with this many rows is being captured: capture its other half. No hop takes place."""
+    """A step with this many rows is being captured, whole or in pieces: capture its other half. No hop takes place."""
 
     @classmethod
     def of(cls, offset: int) -> Announced:

@@ -71,7 +71,7 @@ def gpu_end(config: AfdConfig) -> GpuEnd:
     if config.transport == "nccl":
         from afdpatch.runtime.connectors.nccl import NcclBuffers
 
-        return GpuEnd(config.hop_timeout_s, NcclBuffers)
+        return GpuEnd(config.hop_timeout_s, NcclBuffers, uniform=True)
     return GpuEnd(config.hop_timeout_s)
 
 

@@ -67,16 +67,22 @@ class GpuEnd:
     Args:
         hop_timeout_s: deadline of one wait on the GPU.
         kind: class of the buffers, `HopBuffers` or one that does the same.
+        uniform: whether both halves of a step are replayed from graphs or none, as NCCL wants its calls: captured on
+            all ranks or on none.
 
     Attributes:
+        graphs: sizes of the graphs that name these buffers, with all hops of a step in them.
+        pieces: sizes of the steps of which all but the hops is replayed: only their other half hops in a graph.
         under_way: the connection on which the last step was announced.
         stale: whether graphs were captured over a connection that has gone, and can't go on with another.
     """
 
-    def __init__(self, hop_timeout_s: float, kind: type[Any] | None = None) -> None:
+    def __init__(self, hop_timeout_s: float, kind: type[Any] | None = None, *, uniform: bool = False) -> None:
         self.hop_timeout_s = hop_timeout_s
+        self.uniform = uniform
         self.buffers: Any = None
         self.graphs: set[int] = set()
+        self.pieces: set[int] = set()
         self.under_way: GpuAttentionConnector | None = None
         self.stale = False
         self._kind = kind
@@ -142,8 +148,9 @@ class GpuAttentionConnector(SocketAttentionConnector):
             assert self._sock is not None
             self._first, self._last = greeting.layers[0], greeting.layers[-1]
             self._meet(self._sock, deadline_s)
-            for rows in sorted(self._end.graphs, reverse=True):
-                self._say_step(Announced.CAPTURE, rows, 0, 0, deadline_s)
+            self._halves: set[int] = set()  # sizes of which the FFN's host was told to capture its half
+            for rows in sorted(self._end.graphs | self._end.pieces, reverse=True):
+                self._want_half(rows, deadline_s)
             return theirs
 
     # Hops
@@ -185,6 +192,16 @@ class GpuAttentionConnector(SocketAttentionConnector):
                 self._step_is_launched()
             return result
 
+    def capture_other_half(self, rows: int, deadline_s: float) -> None:
+        """Have the FFN's host capture its half of steps of so many rows.
+
+        Raises:
+            PeerLost: the connection has gone. HopTimeout: nothing could be said by the deadline.
+        """
+        with self._lock:
+            self._check_there()
+            self._want_half(rows, deadline_s)
+
     def replayed(self) -> None:
         """The graph whose replay was announced is in the current stream."""
         with self._lock:
@@ -197,8 +214,7 @@ class GpuAttentionConnector(SocketAttentionConnector):
 
     def _announce(self, hidden: Tensor | Replay, sequence: int, step: int, deadline_s: float) -> None:
         rows = len(hidden)
-        if self._sock is None:
-            raise PeerLost(f"no connection to the FFN server at {self.where}: {self._why_lost}")
+        self._check_there()
         self._listen_in()
         if isinstance(hidden, Replay):
             if self._end.stale:
@@ -208,14 +224,26 @@ class GpuAttentionConnector(SocketAttentionConnector):
             self._say_step(Announced.GRAPH, rows, sequence, step, deadline_s)
             self._step_begins()
         elif torch.cuda.is_current_stream_capturing():
-            if rows not in self._end.graphs:
-                self._say_step(Announced.CAPTURE, rows, sequence, step, deadline_s)
-                self._end.graphs.add(rows)
+            self._want_half(rows, deadline_s)
+            self._end.graphs.add(rows)
         else:
-            self._say_step(Announced.EAGER, rows, sequence, step, deadline_s)
+            what = Announced.EAGER
+            if rows in self._end.pieces:
+                what = Announced.GRAPH
+                self._want_half(rows, deadline_s)  # it was, unless the pieces were captured while this one connected
+            self._say_step(what, rows, sequence, step, deadline_s)
             self._step_begins()
         self._begun = True
         self._end.under_way = self
+
+    def _check_there(self) -> None:
+        if self._sock is None:
+            raise PeerLost(f"no connection to the FFN server at {self.where}: {self._why_lost}")
+
+    def _want_half(self, rows: int, deadline_s: float) -> None:
+        if rows not in self._halves:
+            self._say_step(Announced.CAPTURE, rows, 0, 0, deadline_s)
+            self._halves.add(rows)
 
     def _say_step(self, what: Announced, rows: int, sequence: int, step: int, deadline_s: float) -> None:
         sock, layout = self._sock, self._layout
