@@ -136,8 +136,6 @@ def _settle(args: "EngineArgs", afd: AfdConfig) -> None:
     workers = WORKERS.get(current_platform.device_type)
     if workers is None:
         raise refuse(tables(), "device", current_platform.device_type)
-    if current_platform.device_type == "cuda":
-        _settle_graphs(args, afd)
     if args.worker_cls == "auto":
         args.worker_cls = f"{workers}.{'AttentionWorker' if afd.role == 'attention' else 'FFNWorker'}"
     if args.shutdown_timeout == 0:
@@ -147,6 +145,8 @@ def _settle(args: "EngineArgs", afd: AfdConfig) -> None:
             "lazy"  # vLLM's choice may read whole files ahead, the other role's tensors too
         )
     if afd.role == "ffn":
+        if current_platform.device_type == "cuda":
+            _settle_gpu(args)
         if args.enable_prefix_caching:
             raise ConfigError(
                 "--enable-prefix-caching", "on", "the FFN server has no KV cache to keep prefixes in; leave it out"
@@ -156,19 +156,13 @@ def _settle(args: "EngineArgs", afd: AfdConfig) -> None:
             args.kv_cache_memory_bytes = FFN_KV_BYTES
 
 
-def _settle_graphs(args: "EngineArgs", afd: AfdConfig) -> None:
-    """On the FFN server no forward of the model is compiled or captured: its graphs are those of the steps.
+def _settle_gpu(args: "EngineArgs") -> None:
+    """An FFN server on a GPU compiles and captures no forward of the model: its graphs are those of the steps.
 
-    It runs none either: of the two runners it takes the one with which it was measured, whatever vLLM's default is. On
-    the attention server, the graphs that hops can go into.
+    It runs none either: of the two runners it takes the one with which it was measured, whatever vLLM's default is.
     """
-    from vllm.config import CUDAGraphMode
-
-    if afd.role == "ffn":
-        args.enforce_eager = True
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # for this server's other processes too
-    elif not args.enforce_eager and args.compilation_config.cudagraph_mode is None:
-        args.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    args.enforce_eager = True
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # for this server's other processes too
 
 
 def _cut_at_hops(compilation: "CompilationConfig") -> None:

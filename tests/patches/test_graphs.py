@@ -137,22 +137,25 @@ def test_no_piece_is_captured_with_a_hop_within(piece: tuple[Any, Any], route: R
 @pytest.mark.parametrize(
     ("role", "given", "runner"), [("ffn", None, "0"), ("ffn", "1", "1"), ("attention", None, None)]
 )
-def test_an_ffn_server_on_a_gpu_is_eager_and_has_the_runner_that_was_measured(
+def test_on_a_gpu_an_ffn_server_is_eager_with_the_runner_that_was_measured_and_an_attention_server_as_vllm_has_it(
     monkeypatch: pytest.MonkeyPatch, role: str, given: str | None, runner: str | None
 ) -> None:
-    from vllm.config import CompilationConfig, CUDAGraphMode
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
 
-    from afdpatch.patches.config import _settle_graphs
+    from afdpatch.patches.config import _settle
     from afdpatch.runtime.config import AfdConfig
 
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", given or "")
     if given is None:
         monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
-    args: Any = types.SimpleNamespace(enforce_eager=False, compilation_config=CompilationConfig())
-    _settle_graphs(args, AfdConfig.parse({"role": role, "connector": "ipc"}))
+    monkeypatch.setattr(type(current_platform), "device_type", "cuda")
+    args = EngineArgs(model="any")
+    _settle(args, AfdConfig.parse({"role": role, "connector": "ipc"}))
+    assert args.worker_cls.startswith("afdpatch.patches.worker_gpu.")
     assert os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == runner
     assert args.enforce_eager is (role == "ffn")
-    assert args.compilation_config.cudagraph_mode == (None if role == "ffn" else CUDAGraphMode.FULL_DECODE_ONLY)
+    assert args.compilation_config.cudagraph_mode is None  # vLLM's own default: graphs of pieces and of whole decodes
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY", "FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
