@@ -16,7 +16,7 @@ from typing import TypeGuard
 from afdpatch.registry import fingerprint
 from afdpatch.registry.census import as_word, held_lines
 from afdpatch.registry.leads import Leads
-from afdpatch.registry.lineage import bound, imported, possible
+from afdpatch.registry.lineage import bound, imported, possible, possible_names
 from afdpatch.registry.lock import Keeper
 from afdpatch.registry.overrides import overrides_of
 from afdpatch.registry.scope import Binding, at_import, bindings, dotted
@@ -218,8 +218,8 @@ class _Reader:
         for item in (item for part in fingerprint.own_parts(node) for item in ast.walk(part)):
             if not self._may_be_assigned(item):
                 continue
-            text = ".".join(dotted(item))
-            ends = self._ends(dotted(item))
+            text = ".".join(dotted(item)) or _text(item)
+            ends = self._ends(item)
             if self._source.module == self._home and not self._inside and text == self._qualname:
                 continue  # a part of the target's own definition
             if self._target in ends:
@@ -238,7 +238,7 @@ class _Reader:
         assigned_to = cache(lambda *names: self._leads.ends(names, local()))
         for item in ast.walk(node):
             if self._may_be_assigned(item):
-                ends = assigned_to(*dotted(item))
+                ends = {end for names in possible_names(item) for end in assigned_to(*names)}
                 assigns = self._target in ends or self._inherited(ends)
             elif isinstance(item, ast.Global) and last in item.names and self._source.module == self._home:
                 assigns = last == self._qualname and last in local()
@@ -273,7 +273,7 @@ class _Reader:
                 return  # a part of the target's own definition
             yield from self._held(value, self._name(target.id), "name")
         elif isinstance(target, ast.Attribute):
-            found = min(self._ends(dotted(target)), default=None)
+            found = min(self._ends(target), default=None)
             where = found.replace(":", ".") if found else f"{_text(target)} set in {self._name()}"
             yield from self._held(value, where, "attribute")
         else:
@@ -357,12 +357,13 @@ class _Reader:
             return True
         if len(names) == 1 and self._source.is_of_class(self._inside, names[0], node):
             return False
-        ends = self._ends(names)
+        ends = self._ends(node)
         return self._target in ends or self._inherited(ends)
 
-    def _ends(self, names: Sequence[str]) -> set[str]:
-        """Where a dotted name may lead at the statement that is read."""
-        return self._leads.ends(names, at=self._at, inside=self._inside)
+    def _ends(self, node: ast.expr) -> set[str]:
+        """Where the dotted names that an expression may be may lead at the statement that is read."""
+        found = (self._leads.ends(names, at=self._at, inside=self._inside) for names in possible_names(node))
+        return {end for ends in found for end in ends}
 
     def _inherited(self, ends: Collection[str]) -> bool:
         """Whether one of some symbols is the target by a subclass."""

@@ -173,6 +173,20 @@ def branches(value: ast.expr) -> Iterator[ast.expr]:
             yield node
 
 
+def possible_names(value: ast.expr) -> Iterator[list[str]]:
+    """The dotted names that an expression may be: `A.x` and `B.x` of `(A or B).x`, `A.x` of `(C := A).x`."""
+    todo: list[tuple[ast.expr, list[str]]] = [(value, [])]
+    while todo:
+        node, rest = todo.pop()
+        while isinstance(node, ast.Attribute):
+            rest = [node.attr, *rest]
+            node = node.value
+        if isinstance(node, ast.Name):
+            yield [node.id, *rest]
+        elif isinstance(node, ast.IfExp | ast.BoolOp | ast.NamedExpr):
+            todo += [(branch, rest) for branch in branches(node)]
+
+
 def parts(value: ast.expr) -> Iterator[ast.expr]:
     """The dotted names of what an expression may be made of: not what it calls, nor what a table has or `[…]`."""
     todo: list[ast.AST] = [value]

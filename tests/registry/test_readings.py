@@ -30,6 +30,13 @@ READ = {
     "text": (LIMIT, None, "TEXT = f'{LIMIT}'"),
     "decorator": (LIMIT, None, "def d(n): return lambda f: f\n@d(LIMIT)\ndef g(): ..."),
     "class's, default": (SIZE, None, "def f(x=Engine.SIZE): ..."),
+    "class's, of a name that is given there": (SIZE, "other.py", "from . import core\nprint((Q := core.Engine).SIZE)"),
+    "class's, of one of two": (SIZE, "other.py", "from . import core\nprint((core.Engine if core else core).SIZE)"),
+    "class's, of one or another": (
+        SIZE,
+        "other.py",
+        "from . import core\nprint(((0 or core).Engine and core.Engine).SIZE)",
+    ),
     "class's, in its body": (SIZE, "    SIZE = 3\n", "    SIZE = 3\n    if SIZE > 2: ...\n"),
     "class's, argument in its body": (SIZE, "    SIZE = 3\n", "    SIZE = 3\n    MORE = abs(SIZE)\n"),
     "class's, decorator in its body": (
@@ -113,6 +120,8 @@ ASSIGNED = {
     "by a name on a condition": "from . import core\nE = core.Root if X else core.Engine\nE.run = len",
     "by a name with another": "from . import core\nX, E = 1, core.Engine\nE.run = len",
     "by a name in an expression": "from . import core\nif (E := core.Engine): E.run = len",
+    "by a name that is given there": "from . import core\n(E := core.Engine).run = len",
+    "by one of two": "from . import core\n(core.Engine or core.Root).run = len",
     "by a name in an expression or before": "from . import core\nE = core.Engine\nX and (E := core.Root)\nE.run = len",
     "by a class's name": "from . import core\nclass C:\n    E = core.Engine\n    E.run = len",
     "by a class's loop": "from . import core\nclass C:\n    for E in (core.Engine,):\n        E.run = len",
