@@ -224,7 +224,7 @@ class _Reader:
                 continue  # a part of the target's own definition
             if self._target in ends:
                 yield self._keeper("assignment", f"{self._source.module}, which assigns to it", item.lineno)
-            elif self._inherited(ends):
+            elif self._inherited(ends) or self._target in self._ends(dotted(item), above=True):
                 yield self._keeper("override", f"{self._source.module}, which assigns to {text},", item.lineno)
 
     def _may_be_assigned(self, node: ast.AST) -> TypeGuard[ast.Attribute]:
@@ -357,12 +357,12 @@ class _Reader:
             return True
         if len(names) == 1 and self._source.is_of_class(self._inside, names[0], node):
             return False
-        ends = self._ends(names)
+        ends = self._ends(names, above=True)
         return self._target in ends or self._inherited(ends)
 
-    def _ends(self, names: Sequence[str]) -> set[str]:
-        """Where a dotted name may lead at the statement that is read."""
-        return self._leads.ends(names, at=self._at, inside=self._inside)
+    def _ends(self, names: Sequence[str], above: bool = False) -> set[str]:
+        """Where a dotted name may lead at the statement that is read; `above` as in `Leads.ends`."""
+        return self._leads.ends(names, at=self._at, inside=self._inside, above=above)
 
     def _inherited(self, ends: Collection[str]) -> bool:
         """Whether one of some symbols is the target by a subclass."""

@@ -42,6 +42,7 @@ class Leads:
         *,
         at: ast.stmt | None = None,
         inside: tuple[str, ...] = (),
+        above: bool = False,
     ) -> set[str]:
         """The symbols, `module:Qualified.name`, to which a dotted name may lead.
 
@@ -50,14 +51,15 @@ class Leads:
             local: the names of a function.
             at: the statement of the module that uses it when it is imported; None: some function does at any time.
             inside: the names of the classes around that statement.
+            above: a name that a class has from one above it leads there too.
         """
         first: _Step = self._source, names, local or {}, at
         if not names:
             return set()
         # Of modules that import each other, what binds a name last may lead back to itself; then another counts.
-        return self._ends(first, inside, all_count=False) or self._ends(first, inside, all_count=True)
+        return self._ends(first, inside, above, False) or self._ends(first, inside, above, True)
 
-    def _ends(self, first: _Step, inside: tuple[str, ...], all_count: bool) -> set[str]:
+    def _ends(self, first: _Step, inside: tuple[str, ...], above: bool, all_count: bool) -> set[str]:
         """Where a name leads. In other modules only the bindings count that may be the last, or all do."""
         ends, passed = set[str](), Passed()
         todo = [first]
@@ -77,6 +79,10 @@ class Leads:
                     continue
                 if isinstance(node, ast.ClassDef) and names[2:]:
                     todo += self._of_attribute(source, node, names[1:])
+                elif isinstance(node, ast.ClassDef) and above and names[1:]:
+                    classes = lineage(self._tree, Class(source, node))
+                    owner = next((cls for cls in classes if cls.bound(names[1])), classes[0])
+                    ends.add(f"{owner.symbol}.{names[1]}")
                 values = [part for value in given(node, names[0]) for part in branches(value)] if names[1:] else []
                 others = [other for other in map(dotted, values) if other]
                 if others:  # `E = core.Engine`

@@ -173,6 +173,30 @@ def test_a_class_is_followed_by_what_another_module_calls_it(world: World, name:
     assert world.load("PKG.user").other is world.load("PKG.core").Engine.run
 
 
+# What happens to the name of a subclass after its method was kept.
+LATER = {
+    "nothing": "",
+    "deleted": "del Sub",
+    "another": "Sub = None",
+    "decorated by hand": "Sub = staticmethod(Sub)",
+    "imported": "from .core import helper as Sub",
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_subclass_is_what_it_was_where_its_method_is_kept_or_assigned(world: World, name: str) -> None:
+    target = f"{world.package}.core:Engine.run"
+    source = "from .core import Engine\nclass Sub(Engine): ...\n{}\n" + LATER[name]
+    world.write(f"{world.package}/assigns.py", source.format("Sub.run = None"))
+    world.write(f"{world.package}/keeps.py", source.format("other = Sub.run"))
+    found = keepers_of(SourceTree.at(world.package, world.site), target, "function")
+    assert [(keeper.kind, keeper.module.rpartition(".")[2]) for keeper in found] == [
+        ("override", "assigns"),
+        ("name", "keeps"),
+    ]
+    assert world.load("PKG.keeps").other is world.load("PKG.core").Engine.run
+
+
 def test_a_class_s_name_that_is_something_else_in_the_end_is_not_followed(world: World) -> None:
     source = "from .core import Engine\nclass Other:\n    run = 1\nclass K:\n    E = Engine\n    E = Other\n"
     world.write(f"{world.package}/names.py", source)
