@@ -157,10 +157,13 @@ def _went_on(result: dict[str, Any]) -> bool:
 
 def _stale(starts: dict[str, Any]) -> list[str]:
     """What is wrong with five starts on one compile cache, of the manifests X and Y."""
+    if starts.keys() != {"X cold", "X warm", "X keyless", "Y edited", "Y keyless-edited"}:
+        return [f"stale: expected five starts, found {starts}"]
     folders = {name: set(start["folders"]) for name, start in starts.items()}
+    tokens = [start["tokens"] for start in starts.values()]
     loaded = {name for name, start in starts.items() if start["loaded"]}
     checks = {
-        "five starts": folders.keys() == {"X cold", "X warm", "X keyless", "Y edited", "Y keyless-edited"},
+        "the same tokens": tokens[0] and tokens.count(tokens[0]) == len(tokens),
         "X's cache is loaded by X": "X warm" in loaded and folders["X warm"] == folders["X cold"] != set(),
         "X's cache is not loaded by Y": "Y edited" not in loaded and not folders["Y edited"] & folders["X cold"],
         "with a constant key it would be": "Y keyless-edited" in loaded

@@ -88,6 +88,37 @@ def test_a_number_that_is_none_is_within_no_bound() -> None:
     assert faults({"name": rounded(before, after, "p")}) != []
 
 
+def start(folder: str, loaded: bool, *tokens: int) -> dict[str, Any]:
+    """One start on a compile cache."""
+    return {"folders": [folder], "loaded": loaded, "tokens": [list(tokens)] if tokens else None}
+
+
+STARTS = {
+    "X cold": start("x", False, 1),
+    "X warm": start("x", True, 1),
+    "X keyless": start("k", False, 1),
+    "Y edited": start("y", False, 1),
+    "Y keyless-edited": start("k", True, 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("starts", "well"),
+    [
+        (STARTS, True),
+        (STARTS | {"X warm": start("x", False, 1)}, False),
+        (STARTS | {"Y edited": start("x", True, 1)}, False),
+        (STARTS | {"Y keyless-edited": start("y", False, 1)}, False),
+        (STARTS | {"X warm": start("x", True, 2)}, False),
+        (dict.fromkeys(STARTS, start("x", True)), False),
+        ({name: STARTS[name] for name in [*STARTS][:3]}, False),
+        ({}, False),
+    ],
+)
+def test_a_stale_cache_that_is_served_or_starts_that_are_missing_are_found(starts: Any, well: bool) -> None:
+    assert (faults({"stale": starts}) == []) is well
+
+
 def test_a_task_that_dies_or_does_not_end_is_found(tmp_path: Path) -> None:
     matrix = Matrix(tmp_path, 0.5)
     tasks = [
