@@ -10,10 +10,13 @@ def register() -> None:
 
     Raises:
         ImportError: `import afdpatch` finds something else, such as the folder above a clone's package, or fails.
+            A script that ends Python is such a thing.
         PatchError: see `afdpatch.register`.
     """
-    import afdpatch
-
+    try:
+        import afdpatch
+    except SystemExit as error:  # else vLLM would end without a word, perhaps with exit code 0
+        raise ImportError("afdpatch: what is imported by that name ends Python; see above where it stands") from error
     if not hasattr(afdpatch, "register"):
         found = getattr(afdpatch, "__file__", None) or ", ".join(afdpatch.__path__)
         raise ImportError(

@@ -224,7 +224,7 @@ class _Reader:
                 continue  # a part of the target's own definition
             if self._target in ends:
                 yield self._keeper("assignment", f"{self._source.module}, which assigns to it", item.lineno)
-            elif self._inherited(ends):
+            elif self._inherited(ends) or self._target in self._ends(item, above=True):
                 yield self._keeper("override", f"{self._source.module}, which assigns to {text},", item.lineno)
 
     def _may_be_assigned(self, node: ast.AST) -> TypeGuard[ast.Attribute]:
@@ -357,12 +357,13 @@ class _Reader:
             return True
         if len(names) == 1 and self._source.is_of_class(self._inside, names[0], node):
             return False
-        ends = self._ends(node)
+        ends = self._ends(node, above=True)
         return self._target in ends or self._inherited(ends)
 
-    def _ends(self, node: ast.expr) -> set[str]:
-        """Where the dotted names that an expression may be may lead at the statement that is read."""
-        found = (self._leads.ends(names, at=self._at, inside=self._inside) for names in possible_names(node))
+    def _ends(self, node: ast.expr, above: bool = False) -> set[str]:
+        """Where the dotted names that an expression may be may lead at the statement that is read; `above` as in
+        `Leads.ends`."""
+        found = (self._leads.ends(each, at=self._at, inside=self._inside, above=above) for each in possible_names(node))
         return {end for ends in found for end in ends}
 
     def _inherited(self, ends: Collection[str]) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 from afdpatch.registry import fingerprint
 from afdpatch.registry.lineage import (
+    Class,
     Passed,
     binds_at,
     bound,
@@ -16,13 +17,14 @@ from afdpatch.registry.lineage import (
     end,
     given,
     imported,
+    lineage,
     position,
     possible,
 )
 from afdpatch.registry.scope import COMPREHENSIONS, Binding, at_import, dotted
 from afdpatch.registry.source import SourceFile, SourceTree
 
-_Step = tuple[SourceFile, Sequence[str], Mapping[str, list[Binding]], "ast.stmt | None"]
+_Step = tuple[SourceFile, Sequence[str], Mapping[str, Sequence[Binding]], "ast.stmt | None"]
 """A module, a dotted name in it, the names of the function where it stands, and the statement that uses it."""
 
 
@@ -40,6 +42,7 @@ class Leads:
         *,
         at: ast.stmt | None = None,
         inside: tuple[str, ...] = (),
+        above: bool = False,
     ) -> set[str]:
         """The symbols, `module:Qualified.name`, to which a dotted name may lead.
 
@@ -48,12 +51,21 @@ class Leads:
             local: the names of a function.
             at: the statement of the module that uses it when it is imported; None: some function does at any time.
             inside: the names of the classes around that statement.
+            above: a name that a class has from one above it leads there too.
         """
+        first: _Step = self._source, names, local or {}, at
+        if not names:
+            return set()
+        # Of modules that import each other, what binds a name last may lead back to itself; then another counts.
+        return self._ends(first, inside, above, False) or self._ends(first, inside, above, True)
+
+    def _ends(self, first: _Step, inside: tuple[str, ...], above: bool, all_count: bool) -> set[str]:
+        """Where a name leads. In other modules only the bindings count that may be the last, or all do."""
         ends, passed = set[str](), Passed()
-        todo: list[_Step] = [(self._source, names, local or {}, at)] if names else []
+        todo = [first]
         while todo:
             source, names, local, at = todo.pop()
-            found = local.get(names[0]) or self._bound(source, names[0], at, inside)
+            found = local.get(names[0]) or self._bound(source, names[0], at, inside, all_count)
             if not found:
                 ends.add(f"{source.module}:{'.'.join(names)}")
             for node in (item.node for item in found):
@@ -65,24 +77,50 @@ class Leads:
                     if other is not None and other.parses:
                         todo.append((other, onward, {}, None))
                     continue
+                if isinstance(node, ast.ClassDef) and names[2:]:
+                    todo += self._of_attribute(source, node, names[1:])
+                elif isinstance(node, ast.ClassDef) and above and names[1:]:
+                    classes = lineage(self._tree, Class(source, node))
+                    owner = next((cls for cls in classes if cls.bound(names[1])), classes[0])
+                    ends.add(f"{owner.symbol}.{names[1]}")
                 values = [part for value in given(node, names[0]) for part in branches(value)] if names[1:] else []
                 others = [other for other in map(dotted, values) if other]
                 if others:  # `E = core.Engine`
-                    todo += [(source, [*other, *names[1:]], local, at and node) for other in others]
+                    then = at and node if source is self._source else node
+                    todo += [(source, [*other, *names[1:]], local, then) for other in others]
                 else:
                     ends.add(f"{source.module}:{'.'.join(names)}")
         return ends
 
-    def _bound(self, source: SourceFile, name: str, at: ast.stmt | None, inside: tuple[str, ...]) -> Sequence[Binding]:
+    def _bound(
+        self, source: SourceFile, name: str, at: ast.stmt | None, inside: tuple[str, ...], all_count: bool
+    ) -> Sequence[Binding]:
         """The bindings of a name in a module, or at a statement of this one, that may be what it stands for."""
         found = bound(self._tree, source, name)
         if source is not self._source:
-            return possible(found) or found
+            before = position(at) if at is not None else None
+            return found if all_count else possible(found, before) or found
         if at is None:
             return found
         if own := self._of_class(name, at, inside):
             found = sorted([*found, *own], key=lambda item: binds_at(item.node))
         return self._current(found, name, at, inside)
+
+    def _of_attribute(self, source: SourceFile, node: ast.ClassDef, names: Sequence[str]) -> Iterator[_Step]:
+        """The ways on from a name of a class that the class, or one above it, gives to something that has names."""
+        for cls in lineage(self._tree, Class(source, node)):
+            scope = cls.source.scope(cls.node)
+            found = possible(scope.get(names[0], []))
+            for item in found:
+                if isinstance(item.node, ast.Import | ast.ImportFrom):
+                    yield cls.source, names, {names[0]: [item]}, None
+                    continue
+                before = {name: bound_before(items, position(item.node)) for name, items in scope.items()}
+                values = (part for value in given(item.node, names[0]) for part in branches(value))
+                for other in filter(None, map(dotted, values)):
+                    yield cls.source, [*other, *names[1:]], before, item.node
+            if any(not item.within for item in found):
+                return
 
     def _current(self, found: Sequence[Binding], name: str, at: ast.stmt, inside: tuple[str, ...]) -> Sequence[Binding]:
         """The bindings of a name that may be what it stands for at a statement of the module, or in it."""

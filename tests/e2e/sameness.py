@@ -12,7 +12,7 @@ def tokens_of(case: Any) -> Any:
 
 
 def logprob_difference(left: Any, right: Any) -> float:
-    """Largest difference of two cases' log-probabilities; infinite where the candidates differ."""
+    """Largest difference of two cases' log-probabilities; infinite where the candidates differ, or one is no number."""
     if isinstance(left, list):
         return max((logprob_difference(a, b) for a, b in zip(left, right, strict=True)), default=0.0)
     worst = 0.0
@@ -20,5 +20,11 @@ def logprob_difference(left: Any, right: Any) -> float:
         for step, other in zip(a["logprobs"], b["logprobs"], strict=True):
             if step.keys() != other.keys():
                 return math.inf
-            worst = max(worst, *(abs(step[token] - other[token]) for token in step))
+            worst = max(worst, *(apart(step[token], other[token]) for token in step))
     return worst
+
+
+def apart(one: float, other: float) -> float:
+    """How far two log-probabilities are from each other; infinitely where one is NaN, which `max` would pass over."""
+    distance = abs(one - other)
+    return math.inf if math.isnan(distance) else distance

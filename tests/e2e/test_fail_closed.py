@@ -134,8 +134,12 @@ def test_verify_names_patch_symbol_expected_and_found(vllm_copy: Path, name: str
 
 @pytest.mark.parametrize(
     ("source", "words"),
-    [(None, "expected the installed package, found {folder}"), ("import nobody_has_this", "nobody_has_this")],
-    ids=["the folder above a clone", "what it needs isn't installed"],
+    [
+        (None, "expected the installed package, found {folder}"),
+        ("import nobody_has_this", "nobody_has_this"),
+        ("raise SystemExit", "{folder}/__init__.py"),
+    ],
+    ids=["the folder above a clone", "what it needs isn't installed", "a script of the same name"],
 )
 def test_vllm_does_not_start_where_afdpatch_cannot_be_imported(tmp_path: Path, source: str | None, words: str) -> None:
     folder = tmp_path / "afdpatch"

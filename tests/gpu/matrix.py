@@ -230,6 +230,7 @@ class Matrix:
         server = self.ffn(f"{chain}-ffn", folder, afd_port, port, "1,0", *SWITCHABLE)
         spec = {"model": str(folder), "cases": cases, "dump_after_s": 170}
         results: dict[str, Any] = {}
+        counted = 0.0
         for mode in modes if cases else []:
             full = f"{chain}-{mode}"
             both = spec | {"engine": ENGINE | MODES[mode]}
@@ -241,7 +242,8 @@ class Matrix:
             self.results[full] = judge(same, seen, cases)
             results[mode] = same, seen
             if same is not None and seen is not None:
-                self.results[full]["ffn hops"] = self.hops(port)
+                before, counted = counted, self.hops(port)
+                self.results[full]["ffn hops"] = counted - before
             self.say(f"{full}: {json.dumps(self.results[full])[:600]}")
         if {"eager", "graph"} <= results.keys() and results["eager"][0] and results["graph"][1]:
             found = across_padding(results["eager"][0], results["graph"][1], cases)
@@ -266,6 +268,7 @@ class Matrix:
         """Kill the FFN server while a batch is generated, and start another: the batch goes on and ends whole."""
         full = f"{chain}-{mode}-survive"
         if self.left() < 60:
+            self.results[full] = "no time was left"
             return server
         extra = afd["connector_extra_config"] | {"recovery_timeout_s": 100}
         spec = {
@@ -383,6 +386,7 @@ class Matrix:
         """Kill the attention process while a batch is generated."""
         full = f"{chain}-{mode}-kill-attention"
         if self.left() < 40:
+            self.results[full] = "no time was left"
             return
         spec = {"model": str(folder), "cases": ["forever"], "engine": ENGINE | MODES[mode], "afd": afd}
         process = self.driver(full, spec, "0,1", runner)
@@ -404,11 +408,20 @@ class Matrix:
         def run() -> None:
             try:
                 work(*arguments)
-            except Exception:
+            except BaseException:  # SystemExit too, which a thread ends with in silence
                 self.results[f"{name}:error"] = traceback.format_exc()
                 self.say(traceback.format_exc())
 
-        return threading.Thread(target=run, daemon=True)
+        return threading.Thread(target=run, name=name, daemon=True)
+
+    def run(self, tasks: list[threading.Thread]) -> None:
+        """Do them all side by side; one that isn't done when this run ends is an error in the results."""
+        for task in tasks:
+            task.start()
+        for task in tasks:
+            task.join(self.left())
+            if task.is_alive():
+                self.results[f"{task.name}:error"] = "it wasn't done in time"
 
     def end(self) -> None:
         """Nothing outlives the run."""
@@ -454,10 +467,7 @@ def main() -> None:
         threads.append(matrix.task(f"{model}-fp8", matrix.fp8, model, index))
     if args.stale:
         threads.append(matrix.task("stale", matrix.stale, "qwen3-moe", args.stale))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(matrix.left())
+    matrix.run(threads)
     matrix.end()
     if found := faults(matrix.results):
         sys.exit("\n".join(found))

@@ -147,6 +147,63 @@ def test_another_module_is_in_the_way_of_a_role_s_entry_only(world: World, name:
     assert world.load("PKG.user").other(1) == ("ours", 8)
 
 
+# By what PKG.names has the class Engine: (source, name)
+NAMES = {
+    "a name that is bound to itself": ("from .core import Engine as E\nE = E", "E"),
+    "a name or something else": ("from .core import Engine as E\nE = E or None", "E"),
+    "names that change places": ("from .core import Engine as E, free as F\nE, F = F, E", "F"),
+    "a name that was another's": ("from .core import free as E, Engine\nF = Engine\nE = F\nF = None", "E"),
+    "a class's name": ("from .core import Engine\nclass K:\n    E = Engine", "K.E"),
+    "a class's name by one of its own": ("from .core import Engine\nclass K:\n    F = Engine\n    E = F", "K.E"),
+    "a class's name that is bound to itself": ("from .core import Engine as E\nclass K:\n    E = E", "K.E"),
+    "a class's import": ("class K:\n    from .core import Engine as E", "K.E"),
+    "a base's name": ("from .core import Engine\nclass B:\n    E = Engine\nclass K(B): ...", "K.E"),
+    "a star's of a star": ("from .core import Engine as E\nfrom .back import *", "E"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_class_is_followed_by_what_another_module_calls_it(world: World, name: str) -> None:
+    source, way = NAMES[name]
+    world.write(f"{world.package}/names.py", source)
+    world.write(f"{world.package}/back.py", "from .names import *\n")
+    world.write(f"{world.package}/user.py", f"from . import names\nother = names.{way}.run\n")
+    found = keepers_of(SourceTree.at(world.package, world.site), f"{world.package}.core:Engine.run", "function")
+    assert ("name", f"{world.package}.user.other") in [(keeper.kind, keeper.where) for keeper in found]
+    assert world.load("PKG.user").other is world.load("PKG.core").Engine.run
+
+
+# What happens to the name of a subclass after its method was kept.
+LATER = {
+    "nothing": "",
+    "deleted": "del Sub",
+    "another": "Sub = None",
+    "decorated by hand": "Sub = staticmethod(Sub)",
+    "imported": "from .core import helper as Sub",
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_subclass_is_what_it_was_where_its_method_is_kept_or_assigned(world: World, name: str) -> None:
+    target = f"{world.package}.core:Engine.run"
+    source = "from .core import Engine\nclass Sub(Engine): ...\n{}\n" + LATER[name]
+    world.write(f"{world.package}/assigns.py", source.format("Sub.run = None"))
+    world.write(f"{world.package}/keeps.py", source.format("other = Sub.run"))
+    found = keepers_of(SourceTree.at(world.package, world.site), target, "function")
+    assert [(keeper.kind, keeper.module.rpartition(".")[2]) for keeper in found] == [
+        ("override", "assigns"),
+        ("name", "keeps"),
+    ]
+    assert world.load("PKG.keeps").other is world.load("PKG.core").Engine.run
+
+
+def test_a_class_s_name_that_is_something_else_in_the_end_is_not_followed(world: World) -> None:
+    source = "from .core import Engine\nclass Other:\n    run = 1\nclass K:\n    E = Engine\n    E = Other\n"
+    world.write(f"{world.package}/names.py", source)
+    world.write(f"{world.package}/user.py", "from . import names\nother = names.K.E.run\n")
+    assert not keepers_of(SourceTree.at(world.package, world.site), f"{world.package}.core:Engine.run", "function")
+
+
 def test_an_unlisted_holder_is_in_the_way_of_a_role_s_entry(world: World) -> None:
     world.write(f"{world.package}/user.py", "\nfrom .core import free as f\n")
     patches = world.patchset(world.entry())
