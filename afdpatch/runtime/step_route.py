@@ -56,7 +56,7 @@ class StepRoute(Route):
         """
         if self._gpu.uniform or rows in self._gpu.pieces:
             return
-        self._gpu.pieces.add(rows)  # whoever connects from now on says it, too
+        self._gpu.pieces.add(rows)  # whoever connects from now on says it before the first step of this size
         for _, connector in self._peers.serving:
             assert isinstance(connector, GpuAttentionConnector)
             try:

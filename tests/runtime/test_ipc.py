@@ -120,6 +120,18 @@ class Pair:
         self.route.check(self.route.under_way)
         return float(hidden[0, 0])
 
+    def restart(self, **changes: Any) -> None:
+        """Both sides anew, with other greetings."""
+        self.close()
+        StandInBuffers.sides.clear()
+        connector = gpu_ffn_connector(self.config, 0, self.compute, self.frozen.append, self.ffn_page)
+        self.loop = FfnLoop(connector, self.compute, self.ffn_page, greeting("ffn", **changes))
+        self.loop.start()
+        self.loop.serve()
+        self.route = StepRoute(self.config, 0, self.attention_page)
+        self.route.connect(greeting("attention", **changes))
+        self.route.wait_ready()
+
     def close(self) -> None:
         self.route.close()
         self.loop.stop()
@@ -224,16 +236,16 @@ def test_what_was_captured_in_pieces_is_told_to_each_server_that_comes(pair: Pai
     pair.computed.clear()
     threading.Timer(0.5, pair.start_ffn).start()
     assert pair.step(8) == 24.0
-    assert pair.computed == [row for rows in (16, 8, 4, 2, 8) for row in [rows] * len(LAYERS)]
     assert pair.step(4) == pair.step(2) == 24.0
     until(lambda: replays == [8, 8, 4, 2], "the four replays")
+    assert pair.computed == [row for rows in (16, 8, 8, 4, 4, 2, 2) for row in [rows] * len(LAYERS)]
     assert pair.ffn_page.snapshot().errors == 0
 
 
 def test_pieces_that_are_captured_while_a_connection_is_made_are_told_before_their_first_step(
     pair: Pair, replays: list[int]
 ) -> None:
-    pair.route._gpu.pieces.add(8)  # too late for `connect`, and before the connection serves
+    pair.route._gpu.pieces.add(8)  # before the connection serves
     assert pair.step(8) == 24.0
     until(lambda: replays == [8], "the replay")
     assert pair.ffn_page.snapshot().errors == 0
@@ -255,8 +267,8 @@ def test_a_step_waits_for_a_server_that_comes_back_and_graphs_are_captured_again
     pair.loop.stop()
     threading.Timer(0.5, pair.start_ffn).start()
     assert pair.step(8) == 24.0
-    until(lambda: pair.frozen.count(True) == 2, "the graph at the new server")
     replay(pair, 8, hops=9)
+    assert pair.frozen.count(True) == 2
     assert pair.ffn_page.snapshot().errors == 0
 
 
@@ -269,8 +281,34 @@ def test_a_server_computes_the_most_that_can_come_and_each_size_before_its_first
     pair.loop.stop()
     pair.computed.clear()
     pair.start_ffn()
+    replay(pair, 8, hops=6)
+    assert pair.computed == [row for rows in (16, 8, 8) for row in [rows] * len(LAYERS)]
+
+
+@pytest.mark.parametrize("sizes", [12, 400], ids=["longer than a hop may take", "more than the socket holds"])
+def test_a_step_at_a_server_that_came_back_does_not_wait_for_the_graphs_of_all_sizes(
+    pair: Pair, replays: list[int], monkeypatch: pytest.MonkeyPatch, sizes: int
+) -> None:
+    """With as many sizes as vLLM may capture, a step that waited for all would be lost, and so would each repeat."""
+    record = ipc_ffn.GpuFfnConnector._record
+
+    def slowly(self: Any, peer: Any, rows: int) -> Any:
+        time.sleep(0.5)
+        return record(self, peer, rows)
+
+    monkeypatch.setattr(ipc_ffn.GpuFfnConnector, "_record", slowly)
+    pair.config = replace(pair.config, recovery_timeout_s=6)
+    pair.restart(max_rows=sizes)
     assert pair.step(2) == 24.0
-    assert pair.computed == [16] * len(LAYERS) + [8] * len(LAYERS) + [2] * len(LAYERS)
+    for rows in range(1, sizes + 1):
+        pair.route._gpu.pieces.add(rows)
+    connection = pair.route.under_way
+    assert connection is not None and connection._sock is not None
+    connection._sock.shutdown(socket.SHUT_RDWR)
+    until(lambda: pair.ffn_page.snapshot().peers == 0, "no peer at the FFN")
+    assert pair.step(8) == pair.step(8) == 24.0
+    until(lambda: replays == [8, 8], "two replays")
+    assert pair.ffn_page.snapshot().errors == 0
 
 
 def test_the_most_that_can_come_is_what_this_servers_greeting_says_and_not_its_first_peers(
@@ -292,17 +330,8 @@ def test_the_most_that_can_come_is_what_this_servers_greeting_says_and_not_its_f
 def test_both_sides_make_the_slots_that_the_attention_sides_greeting_asks_for(
     pair: Pair, a2f_dtype: str, wire: str
 ) -> None:
-    changes: dict[str, Any] = {"a2f_dtype": a2f_dtype, "hidden_size": 32}
-    pair.close()
-    StandInBuffers.sides.clear()
     pair.config = replace(pair.config, a2f_dtype=a2f_dtype)
-    pair.route = StepRoute(pair.config, 0, pair.attention_page)
-    connector = gpu_ffn_connector(pair.config, 0, pair.compute, pair.frozen.append, pair.ffn_page)
-    pair.loop = FfnLoop(connector, pair.compute, pair.ffn_page, greeting("ffn", **changes))
-    pair.loop.start()
-    pair.loop.serve()
-    pair.route.connect(greeting("attention", **changes))
-    pair.route.wait_ready()
+    pair.restart(a2f_dtype=a2f_dtype, hidden_size=32)
     assert [side.geometry.wire for side in StandInBuffers.sides] == [wire, wire]
 
 

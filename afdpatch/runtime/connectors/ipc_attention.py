@@ -148,9 +148,9 @@ class GpuAttentionConnector(SocketAttentionConnector):
             assert self._sock is not None
             self._first, self._last = greeting.layers[0], greeting.layers[-1]
             self._meet(self._sock, deadline_s)
-            self._halves: set[int] = set()  # sizes of which the FFN's host was told to capture its half
-            for rows in sorted(self._end.graphs | self._end.pieces, reverse=True):
-                self._want_half(rows, deadline_s)
+            # Sizes of which the FFN's host was told to capture its half: each before the first step that wants it. Were
+            # all told here, that step would wait for all of them, perhaps for longer than a hop may take.
+            self._halves: set[int] = set()
             return theirs
 
     # Hops
@@ -221,6 +221,7 @@ class GpuAttentionConnector(SocketAttentionConnector):
                 raise StaleGraph(f"graph of {rows} rows: it was captured over a connection that has gone")
             if rows not in self._end.graphs:
                 raise InvalidHop(f"replay of {rows} rows: expected a captured graph: {sorted(self._end.graphs)}")
+            self._want_half(rows, deadline_s)
             self._say_step(Announced.GRAPH, rows, sequence, step, deadline_s)
             self._step_begins()
         elif torch.cuda.is_current_stream_capturing():
@@ -230,7 +231,7 @@ class GpuAttentionConnector(SocketAttentionConnector):
             what = Announced.EAGER
             if rows in self._end.pieces:
                 what = Announced.GRAPH
-                self._want_half(rows, deadline_s)  # it was, unless the pieces were captured while this one connected
+                self._want_half(rows, deadline_s)
             self._say_step(what, rows, sequence, step, deadline_s)
             self._step_begins()
         self._begun = True
