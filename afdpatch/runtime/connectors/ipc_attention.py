@@ -148,9 +148,11 @@ class GpuAttentionConnector(SocketAttentionConnector):
             assert self._sock is not None
             self._first, self._last = greeting.layers[0], greeting.layers[-1]
             self._meet(self._sock, deadline_s)
-            # Sizes of which the FFN's host was told to capture its half: each before the first step that wants it. Were
-            # all told here, that step would wait for all of them, perhaps for longer than a hop may take.
-            self._halves: set[int] = set()
+            self._halves: set[int] = set()  # sizes of which the FFN's host was told to capture its half
+            # The largest first: the others' tensors find room in its memory. Those wait for a step that wants them: a
+            # step that waited for all of them might take longer than a hop may.
+            for rows in sorted(self._end.graphs | self._end.pieces)[-1:]:
+                self._want_half(rows, deadline_s)
             return theirs
 
     # Hops
