@@ -101,11 +101,12 @@ class Pair:
         self.route.connect(greeting("attention"))
         self.route.wait_ready()
 
-    def start_ffn(self) -> None:
+    def start_ffn(self, serving: bool = True) -> None:
         connector = gpu_ffn_connector(self.config, 0, self.compute, self.frozen.append, self.ffn_page)
         self.loop = FfnLoop(connector, self.compute, self.ffn_page, greeting("ffn"))
         self.loop.start()
-        self.loop.serve()
+        if serving:
+            self.loop.serve()
 
     def compute(self, layer: int, hidden: Tensor) -> Tensor:
         if self.fails:
@@ -498,6 +499,16 @@ def test_a_draining_server_lets_its_peer_go_between_steps(pair: Pair) -> None:
     assert pair.step(2) == 24.0
 
 
+def test_a_draining_server_that_still_loads_lets_a_peer_go_that_wants_its_graphs(pair: Pair) -> None:
+    pair.step(2)
+    pair.route.pieces_captured(8)
+    pair.loop.stop()
+    pair.start_ffn(serving=False)
+    until(lambda: pair.route.tend() or pair.ffn_page.snapshot().peers == 1, "the peer")
+    pair.ffn_page.request_drain(True)
+    until(lambda: pair.ffn_page.snapshot().peers == 0, "no peer at the draining server")
+
+
 def test_what_was_computed_before_a_goodbye_was_read_counts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asynchronous scheduling: the next step is announced before the results of the one before are looked at."""
     hidden = torch.ones(2, HIDDEN)
@@ -535,6 +546,7 @@ def test_a_draining_server_keeps_a_peer_to_whom_it_owes_a_step(
     dropped: list[Any] = []
     connector._drop = dropped.append
     connector._peers = {1: peer}
+    assert connector._serving
     hop = types.SimpleNamespace(peer=7)
     idle = True
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(query=lambda: idle))

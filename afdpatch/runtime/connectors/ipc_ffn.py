@@ -169,7 +169,7 @@ class GpuFfnConnector(SocketFfnConnector):
         """While draining: a goodbye to every peer; it leaves before its next step, or is left once nothing is owed.
 
         What it announced before it read the goodbye is computed: while some of that has arrived, or lies in the socket,
-        or is on the GPU, it stays.
+        or is on the GPU, it stays. While this server loads, only graphs can have been asked for: nothing is owed.
         """
         owed = {hop.peer for hop in (*(hop for hops in self._todo for hop in hops), *self._arrived)}
         for peer in list(self._peers.values()):
@@ -177,7 +177,7 @@ class GpuFfnConnector(SocketFfnConnector):
                 peer.let_go = True
                 self._send(peer, control(Kind.BYE))
                 continue
-            owes = peer.number in owed or peer.unanswered or self._unread(peer)
+            owes = self._serving and (peer.number in owed or peer.unanswered or self._unread(peer))
             if not owes and torch.cuda.current_stream().query():
                 self._drop(peer)
 
