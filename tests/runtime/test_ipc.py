@@ -482,6 +482,39 @@ def test_what_was_under_way_when_the_connection_broke_is_lost(pair: Pair) -> Non
     assert pair.step(2) == 24.0
 
 
+def test_a_graph_is_launched_over_the_connection_on_which_it_was_announced_or_not_at_all(
+    pair: Pair, capturing: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the next one nobody has announced it: its rows would be taken for those of the step that is."""
+    pair.step(8)
+    capture(pair, 8, capturing)
+    assert pair.route.begin_replay(8)
+    connection = pair.route.under_way
+    assert connection is not None and connection._sock is not None
+    connection._sock.shutdown(socket.SHUT_RDWR)
+    tending = threading.Thread(target=pair.route.tend)
+    tending.start()
+    tending.join(0.5)
+    assert connection._sock is not None
+    pair.route.end_replay()
+    tending.join(10)
+    with pytest.raises(StepLost):
+        pair.route.check(connection)
+    replay(pair, 8, hops=6)
+
+    original = StepRoute.hop
+
+    def hop(self: StepRoute, *of: Any) -> Tensor:
+        result = original(self, *of)
+        assert self.under_way is not None
+        self._peers.lose(self.under_way, "just now")
+        return result
+
+    monkeypatch.setattr(StepRoute, "hop", hop)
+    with pytest.raises(StepLost, match=r"replay of 8 rows: .*closed"):
+        pair.route.begin_replay(8)
+
+
 def test_without_a_server_a_step_ends_in_time_and_the_next_one_at_once(pair: Pair) -> None:
     pair.loop.stop()
     pair.route.begin_step(time.monotonic() + 1.0)
@@ -594,6 +627,7 @@ def replay(pair: Pair, rows: int, hops: int) -> None:
     hidden = torch.ones(rows, HIDDEN)
     for layer in LAYERS:
         hidden = connection._end.buffers.exchange(hidden, layer, 0, hidden)
+    pair.route.end_replay()
     pair.route.check(connection)
     assert float(hidden[0, 0]) == 24.0
     until(lambda: pair.ffn_page.snapshot().hops == hops, "the replayed step at the FFN")

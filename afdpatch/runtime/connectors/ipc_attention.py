@@ -204,11 +204,22 @@ class GpuAttentionConnector(SocketAttentionConnector):
             self._check_there()
             self._want_half(rows, deadline_s)
 
+    def hold(self, rows: int) -> None:
+        """Keep this connection, gone or not, until `replayed`: a graph isn't launched over the next one, unannounced.
+
+        Raises:
+            StepLost: it has been closed since the replay was announced.
+        """
+        self._lock.acquire()
+        if self._sock is None:
+            self._lock.release()
+            raise StepLost(f"replay of {rows} rows: the step's connection to {self.where} is lost: {self._why_lost}")
+
     def replayed(self) -> None:
         """The graph whose replay was announced is in the current stream."""
-        with self._lock:
-            if self._sock is not None:
-                self._step_is_launched()
+        if self._sock is not None:
+            self._step_is_launched()
+        self._lock.release()
 
     def graphs_stand(self) -> bool:
         """Whether graphs that were captured over this connection may be replayed, now or over the next one."""
