@@ -500,8 +500,7 @@ def test_a_graph_is_launched_over_the_connection_on_which_it_was_announced_or_no
     tending.join(10)
     with pytest.raises(StepLost):
         pair.route.check(connection)
-    replay(pair, 8, hops=6)
-
+    assert pair.step(8) == 24.0
     original = StepRoute.hop
 
     def hop(self: StepRoute, *of: Any) -> Tensor:
