@@ -514,6 +514,26 @@ def test_a_graph_is_launched_over_the_connection_on_which_it_was_announced_or_no
         pair.route.begin_replay(8)
 
 
+def test_the_watch_over_a_lost_connection_aborts_nothing_of_the_next_one(pair: Pair) -> None:
+    """From `disconnect` on another thread may open the buffers to another peer."""
+    pair.step(2)
+    connection = pair.route.under_way
+    assert connection is not None
+    buffers = connection._end.buffers
+    disconnect = buffers.disconnect
+
+    def opened_again() -> None:
+        disconnect()
+        buffers.aborted = False
+        (theirs,) = pair.loop._connector._peers.values()  # type: ignore[attr-defined]
+        theirs.sock.shutdown(socket.SHUT_RDWR)
+        time.sleep(0.2)
+
+    buffers.disconnect = opened_again
+    connection._drop("lost")
+    assert not buffers.aborted
+
+
 def test_without_a_server_a_step_ends_in_time_and_the_next_one_at_once(pair: Pair) -> None:
     pair.loop.stop()
     pair.route.begin_step(time.monotonic() + 1.0)

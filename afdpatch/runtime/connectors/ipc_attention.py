@@ -361,6 +361,7 @@ class GpuAttentionConnector(SocketAttentionConnector):
         if hang_up is not None and buffers is not None:
             self._hang_up = None
             buffers.abort()
+            hang_up.silence()  # once disconnected, they may be another connection's
             buffers.disconnect()  # waits for the device
             hang_up.stop()
         super()._drop(why)
