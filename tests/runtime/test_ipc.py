@@ -561,6 +561,22 @@ def test_a_draining_server_that_still_loads_lets_a_peer_go_that_wants_its_graphs
     until(lambda: pair.ffn_page.snapshot().peers == 0, "no peer at the draining server")
 
 
+def test_a_draining_server_sleeps_while_the_gpu_is_at_work(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may take up to its deadline, where the attention server stands still."""
+    pair.step(2)
+    idle = False
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(query=lambda: idle))
+    connector: Any = pair.loop._connector
+    waits: list[float] = []
+    original = connector._wait
+    monkeypatch.setattr(connector, "_wait", lambda timeout_s: waits.append(timeout_s) or original(timeout_s))
+    pair.ffn_page.request_drain(True)
+    time.sleep(1.0)
+    assert pair.ffn_page.snapshot().peers == 1 and len(waits) < 50
+    idle = True
+    until(lambda: pair.ffn_page.snapshot().peers == 0, "no peer at the draining server")
+
+
 def test_what_was_computed_before_a_goodbye_was_read_counts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asynchronous scheduling: the next step is announced before the results of the one before are looked at."""
     hidden = torch.ones(2, HIDDEN)
