@@ -36,9 +36,10 @@ def cuda_graph_wrapper_call(original: Callable[..., Any]) -> Callable[..., Any]:
                 elif captured:  # else it is captured now, and the hops with it
                     route = settings.link.route
                     if route.begin_replay(shape.num_tokens):
-                        output = original(self, *args, **kwargs)
-                        route.end_replay()
-                        return output
+                        try:
+                            return original(self, *args, **kwargs)
+                        finally:
+                            route.end_replay()
                     context.cudagraph_runtime_mode = CUDAGraphMode.NONE
         return original(self, *args, **kwargs)
 
@@ -69,9 +70,10 @@ def run_fullgraph(original: Callable[..., Any]) -> Callable[..., Any]:
         route = settings.link.route
         if not route.begin_replay(desc.num_tokens):
             raise StepLost("the FFN server was lost after this step was planned, and its graph with it")
-        output = original(self, desc)
-        route.end_replay()
-        return output
+        try:
+            return original(self, desc)
+        finally:
+            route.end_replay()
 
     return wrapper
 

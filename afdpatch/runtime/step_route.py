@@ -56,7 +56,7 @@ class StepRoute(Route):
         """
         if self._gpu.uniform or rows in self._gpu.pieces:
             return
-        self._gpu.pieces.add(rows)  # whoever connects from now on says it, too
+        self._gpu.pieces.add(rows)  # whoever connects from now on says it before the first step of this size
         for _, connector in self._peers.serving:
             assert isinstance(connector, GpuAttentionConnector)
             try:
@@ -69,10 +69,11 @@ class StepRoute(Route):
 
         Returns:
             False if the graph must not be replayed, since it went with the connection that it was captured over: the
-            step has to be launched anew. Else `end_replay` has to follow the replay.
+            step has to be launched anew. Else `end_replay` has to follow the replay, even a failed one: until then no
+            other connection takes the place of the step's.
 
         Raises:
-            InvalidHop: no such graph was captured. NoFfnServer: as `hop`.
+            InvalidHop: no such graph was captured. NoFfnServer: as `hop`. StepLost: the connection went just now.
         """
         greeting = self._peers.greeting
         assert greeting is not None
@@ -82,6 +83,8 @@ class StepRoute(Route):
         except StaleGraph as error:
             self._missing(str(error))
             return False
+        if self._gpu.under_way is not None:
+            self._gpu.under_way.hold(rows)
         if self._page is not None:
             self._page.count_hops(len(layers) - 1, rows, rows * self._row_bytes)
         return True

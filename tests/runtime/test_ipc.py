@@ -101,11 +101,12 @@ class Pair:
         self.route.connect(greeting("attention"))
         self.route.wait_ready()
 
-    def start_ffn(self) -> None:
+    def start_ffn(self, serving: bool = True) -> None:
         connector = gpu_ffn_connector(self.config, 0, self.compute, self.frozen.append, self.ffn_page)
         self.loop = FfnLoop(connector, self.compute, self.ffn_page, greeting("ffn"))
         self.loop.start()
-        self.loop.serve()
+        if serving:
+            self.loop.serve()
 
     def compute(self, layer: int, hidden: Tensor) -> Tensor:
         if self.fails:
@@ -119,6 +120,18 @@ class Pair:
             hidden = self.route.hop(hidden, layer)
         self.route.check(self.route.under_way)
         return float(hidden[0, 0])
+
+    def restart(self, **changes: Any) -> None:
+        """Both sides anew, with other greetings."""
+        self.close()
+        StandInBuffers.sides.clear()
+        connector = gpu_ffn_connector(self.config, 0, self.compute, self.frozen.append, self.ffn_page)
+        self.loop = FfnLoop(connector, self.compute, self.ffn_page, greeting("ffn", **changes))
+        self.loop.start()
+        self.loop.serve()
+        self.route = StepRoute(self.config, 0, self.attention_page)
+        self.route.connect(greeting("attention", **changes))
+        self.route.wait_ready()
 
     def close(self) -> None:
         self.route.close()
@@ -224,9 +237,9 @@ def test_what_was_captured_in_pieces_is_told_to_each_server_that_comes(pair: Pai
     pair.computed.clear()
     threading.Timer(0.5, pair.start_ffn).start()
     assert pair.step(8) == 24.0
-    assert pair.computed == [row for rows in (16, 8, 4, 2, 8) for row in [rows] * len(LAYERS)]
     assert pair.step(4) == pair.step(2) == 24.0
     until(lambda: replays == [8, 8, 4, 2], "the four replays")
+    assert pair.computed == [row for rows in (16, 8, 8, 4, 4, 2, 2) for row in [rows] * len(LAYERS)]
     assert pair.ffn_page.snapshot().errors == 0
 
 
@@ -273,6 +286,34 @@ def test_a_server_computes_the_most_that_can_come_and_each_size_before_its_first
     assert pair.computed == [16] * len(LAYERS) + [8] * len(LAYERS) + [2] * len(LAYERS)
 
 
+@pytest.mark.parametrize("sizes", [12, 400], ids=["longer than a hop may take", "more than the socket holds"])
+def test_a_step_at_a_server_that_came_back_does_not_wait_for_the_graphs_of_all_sizes(
+    pair: Pair, replays: list[int], monkeypatch: pytest.MonkeyPatch, sizes: int
+) -> None:
+    """With as many sizes as vLLM may capture, a step that waited for all would be lost, and so would each repeat."""
+    record = ipc_ffn.GpuFfnConnector._record
+
+    def slowly(self: Any, peer: Any, rows: int) -> Any:
+        time.sleep(0.5)
+        return record(self, peer, rows)
+
+    monkeypatch.setattr(ipc_ffn.GpuFfnConnector, "_record", slowly)
+    pair.config = replace(pair.config, recovery_timeout_s=6)
+    pair.restart(max_rows=sizes)
+    assert pair.step(2) == 24.0
+    pair.route._gpu.pieces.update(range(1, sizes + 1))
+    connection = pair.route.under_way
+    assert connection is not None and connection._sock is not None
+    connection._sock.shutdown(socket.SHUT_RDWR)
+    until(lambda: pair.ffn_page.snapshot().peers == 0, "no peer at the FFN")
+    pair.computed.clear()
+    assert pair.step(8) == pair.step(8) == 24.0
+    until(lambda: replays == [8, 8], "two replays")
+    # The largest is captured first: the others find room in its graph's memory.
+    assert pair.computed == [row for rows in (sizes, sizes, 8, 8, 8) for row in [rows] * len(LAYERS)]
+    assert pair.ffn_page.snapshot().errors == 0
+
+
 def test_the_most_that_can_come_is_what_this_servers_greeting_says_and_not_its_first_peers(
     pair: Pair, capturing: list[bool]
 ) -> None:
@@ -292,17 +333,8 @@ def test_the_most_that_can_come_is_what_this_servers_greeting_says_and_not_its_f
 def test_both_sides_make_the_slots_that_the_attention_sides_greeting_asks_for(
     pair: Pair, a2f_dtype: str, wire: str
 ) -> None:
-    changes: dict[str, Any] = {"a2f_dtype": a2f_dtype, "hidden_size": 32}
-    pair.close()
-    StandInBuffers.sides.clear()
     pair.config = replace(pair.config, a2f_dtype=a2f_dtype)
-    pair.route = StepRoute(pair.config, 0, pair.attention_page)
-    connector = gpu_ffn_connector(pair.config, 0, pair.compute, pair.frozen.append, pair.ffn_page)
-    pair.loop = FfnLoop(connector, pair.compute, pair.ffn_page, greeting("ffn", **changes))
-    pair.loop.start()
-    pair.loop.serve()
-    pair.route.connect(greeting("attention", **changes))
-    pair.route.wait_ready()
+    pair.restart(a2f_dtype=a2f_dtype, hidden_size=32)
     assert [side.geometry.wire for side in StandInBuffers.sides] == [wire, wire]
 
 
@@ -450,6 +482,58 @@ def test_what_was_under_way_when_the_connection_broke_is_lost(pair: Pair) -> Non
     assert pair.step(2) == 24.0
 
 
+def test_a_graph_is_launched_over_the_connection_on_which_it_was_announced_or_not_at_all(
+    pair: Pair, capturing: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the next one nobody has announced it: its rows would be taken for those of the step that is."""
+    pair.step(8)
+    capture(pair, 8, capturing)
+    assert pair.route.begin_replay(8)
+    connection = pair.route.under_way
+    assert connection is not None and connection._sock is not None
+    connection._sock.shutdown(socket.SHUT_RDWR)
+    tending = threading.Thread(target=pair.route.tend)
+    tending.start()
+    tending.join(0.5)
+    assert connection._sock is not None
+    pair.route.end_replay()
+    tending.join(10)
+    with pytest.raises(StepLost):
+        pair.route.check(connection)
+    assert pair.step(8) == 24.0
+    original = StepRoute.hop
+
+    def hop(self: StepRoute, *of: Any) -> Tensor:
+        result = original(self, *of)
+        assert self.under_way is not None
+        self._peers.lose(self.under_way, "just now")
+        return result
+
+    monkeypatch.setattr(StepRoute, "hop", hop)
+    with pytest.raises(StepLost, match=r"replay of 8 rows: .*closed"):
+        pair.route.begin_replay(8)
+
+
+def test_the_watch_over_a_lost_connection_aborts_nothing_of_the_next_one(pair: Pair) -> None:
+    """From `disconnect` on another thread may open the buffers to another peer."""
+    pair.step(2)
+    connection = pair.route.under_way
+    assert connection is not None
+    buffers = connection._end.buffers
+    disconnect = buffers.disconnect
+
+    def opened_again() -> None:
+        disconnect()
+        buffers.aborted = False
+        (theirs,) = pair.loop._connector._peers.values()  # type: ignore[attr-defined]
+        theirs.sock.shutdown(socket.SHUT_RDWR)
+        time.sleep(0.2)
+
+    buffers.disconnect = opened_again
+    connection._drop("lost")
+    assert not buffers.aborted
+
+
 def test_without_a_server_a_step_ends_in_time_and_the_next_one_at_once(pair: Pair) -> None:
     pair.loop.stop()
     pair.route.begin_step(time.monotonic() + 1.0)
@@ -465,6 +549,32 @@ def test_a_draining_server_lets_its_peer_go_between_steps(pair: Pair) -> None:
     until(lambda: pair.ffn_page.snapshot().peers == 0, "no peer at the draining server")
     pair.ffn_page.request_drain(False)
     assert pair.step(2) == 24.0
+
+
+def test_a_draining_server_that_still_loads_lets_a_peer_go_that_wants_its_graphs(pair: Pair) -> None:
+    pair.step(2)
+    pair.route.pieces_captured(8)
+    pair.loop.stop()
+    pair.start_ffn(serving=False)
+    until(lambda: pair.route.tend() or pair.ffn_page.snapshot().peers == 1, "the peer")
+    pair.ffn_page.request_drain(True)
+    until(lambda: pair.ffn_page.snapshot().peers == 0, "no peer at the draining server")
+
+
+def test_a_draining_server_sleeps_while_the_gpu_is_at_work(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may take up to its deadline, where the attention server stands still."""
+    pair.step(2)
+    idle = False
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(query=lambda: idle))
+    connector: Any = pair.loop._connector
+    waits: list[float] = []
+    original = connector._wait
+    monkeypatch.setattr(connector, "_wait", lambda timeout_s: waits.append(timeout_s) or original(timeout_s))
+    pair.ffn_page.request_drain(True)
+    time.sleep(1.0)
+    assert pair.ffn_page.snapshot().peers == 1 and len(waits) < 50
+    idle = True
+    until(lambda: pair.ffn_page.snapshot().peers == 0, "no peer at the draining server")
 
 
 def test_what_was_computed_before_a_goodbye_was_read_counts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -504,6 +614,7 @@ def test_a_draining_server_keeps_a_peer_to_whom_it_owes_a_step(
     dropped: list[Any] = []
     connector._drop = dropped.append
     connector._peers = {1: peer}
+    assert connector._serving
     hop = types.SimpleNamespace(peer=7)
     idle = True
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(query=lambda: idle))
@@ -551,6 +662,7 @@ def replay(pair: Pair, rows: int, hops: int) -> None:
     hidden = torch.ones(rows, HIDDEN)
     for layer in LAYERS:
         hidden = connection._end.buffers.exchange(hidden, layer, 0, hidden)
+    pair.route.end_replay()
     pair.route.check(connection)
     assert float(hidden[0, 0]) == 24.0
     until(lambda: pair.ffn_page.snapshot().hops == hops, "the replayed step at the FFN")

@@ -136,6 +136,10 @@ class HangUp:
         if not self._stopped:
             self._on_gone()
 
+    def silence(self) -> None:
+        """From now on ``on_gone`` isn't called any more; `stop` has to follow."""
+        self._stopped = True
+
     def stop(self) -> None:
         """End the thread and both directions of the socket, which is still open; ``on_gone`` isn't called any more."""
         self._stopped = True

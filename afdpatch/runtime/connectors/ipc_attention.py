@@ -149,7 +149,9 @@ class GpuAttentionConnector(SocketAttentionConnector):
             self._first, self._last = greeting.layers[0], greeting.layers[-1]
             self._meet(self._sock, deadline_s)
             self._halves: set[int] = set()  # sizes of which the FFN's host was told to capture its half
-            for rows in sorted(self._end.graphs | self._end.pieces, reverse=True):
+            # The largest first: the others' tensors find room in its memory. Those wait for a step that wants them: a
+            # step that waited for all of them might take longer than a hop may.
+            for rows in sorted(self._end.graphs | self._end.pieces)[-1:]:
                 self._want_half(rows, deadline_s)
             return theirs
 
@@ -202,11 +204,22 @@ class GpuAttentionConnector(SocketAttentionConnector):
             self._check_there()
             self._want_half(rows, deadline_s)
 
+    def hold(self, rows: int) -> None:
+        """Keep this connection, gone or not, until `replayed`: a graph isn't launched over the next one, unannounced.
+
+        Raises:
+            StepLost: it has been closed since the replay was announced.
+        """
+        self._lock.acquire()
+        if self._sock is None:
+            self._lock.release()
+            raise StepLost(f"replay of {rows} rows: the step's connection to {self.where} is lost: {self._why_lost}")
+
     def replayed(self) -> None:
         """The graph whose replay was announced is in the current stream."""
-        with self._lock:
-            if self._sock is not None:
-                self._step_is_launched()
+        if self._sock is not None:
+            self._step_is_launched()
+        self._lock.release()
 
     def graphs_stand(self) -> bool:
         """Whether graphs that were captured over this connection may be replayed, now or over the next one."""
@@ -221,6 +234,7 @@ class GpuAttentionConnector(SocketAttentionConnector):
                 raise StaleGraph(f"graph of {rows} rows: it was captured over a connection that has gone")
             if rows not in self._end.graphs:
                 raise InvalidHop(f"replay of {rows} rows: expected a captured graph: {sorted(self._end.graphs)}")
+            self._want_half(rows, deadline_s)
             self._say_step(Announced.GRAPH, rows, sequence, step, deadline_s)
             self._step_begins()
         elif torch.cuda.is_current_stream_capturing():
@@ -230,7 +244,7 @@ class GpuAttentionConnector(SocketAttentionConnector):
             what = Announced.EAGER
             if rows in self._end.pieces:
                 what = Announced.GRAPH
-                self._want_half(rows, deadline_s)  # it was, unless the pieces were captured while this one connected
+                self._want_half(rows, deadline_s)
             self._say_step(what, rows, sequence, step, deadline_s)
             self._step_begins()
         self._begun = True
@@ -347,6 +361,7 @@ class GpuAttentionConnector(SocketAttentionConnector):
         if hang_up is not None and buffers is not None:
             self._hang_up = None
             buffers.abort()
+            hang_up.silence()  # once disconnected, they may be another connection's
             buffers.disconnect()  # waits for the device
             hang_up.stop()
         super()._drop(why)

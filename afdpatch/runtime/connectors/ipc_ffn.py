@@ -169,17 +169,27 @@ class GpuFfnConnector(SocketFfnConnector):
         """While draining: a goodbye to every peer; it leaves before its next step, or is left once nothing is owed.
 
         What it announced before it read the goodbye is computed: while some of that has arrived, or lies in the socket,
-        or is on the GPU, it stays.
+        or is on the GPU, it stays. While this server loads, only graphs can have been asked for: nothing is owed.
         """
-        owed = {hop.peer for hop in (*(hop for hops in self._todo for hop in hops), *self._arrived)}
-        for peer in list(self._peers.values()):
+        for peer in self._free():
             if isinstance(peer, GpuPeer) and not peer.let_go:
                 peer.let_go = True
                 self._send(peer, control(Kind.BYE))
-                continue
-            owes = peer.number in owed or peer.unanswered or self._unread(peer)
-            if not owes and torch.cuda.current_stream().query():
+            else:
                 self._drop(peer)
+
+    def _free(self) -> list[Peer]:
+        """Peers that a goodbye is to be said to, or that nothing is owed to after it."""
+        owed = {hop.peer for hop in (*(hop for hops in self._todo for hop in hops), *self._arrived)}
+        free: list[Peer] = []
+        for peer in self._peers.values():
+            if isinstance(peer, GpuPeer) and not peer.let_go:
+                free.append(peer)
+                continue
+            owes = self._serving and (peer.number in owed or peer.unanswered or self._unread(peer))
+            if not owes and torch.cuda.current_stream().query():
+                free.append(peer)
+        return free
 
     @staticmethod
     def _unread(peer: Peer) -> bool:
