@@ -440,8 +440,8 @@ def test_a_peer_for_whose_buffers_there_is_no_memory_is_refused_and_the_server_g
     assert pair.step(2) == 24.0
 
 
-def test_where_no_graph_can_be_captured_nothing_stays_frozen(
-    pair: Pair, capturing: list[bool], monkeypatch: pytest.MonkeyPatch
+def test_where_no_graph_can_be_captured_nothing_stays_frozen_and_each_step_without_is_counted_and_told_once(
+    pair: Pair, capturing: list[bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def record(self: Any, peer: Any, rows: int) -> None:
         raise RuntimeError("no")
@@ -452,6 +452,11 @@ def test_where_no_graph_can_be_captured_nothing_stays_frozen(
     until(lambda: pair.frozen == [True, False], "not frozen any more")
     assert pair.ffn_page.snapshot().errors == 1
     assert pair.step(2) == 24.0
+    with caplog.at_level("ERROR"):
+        for hops in (9, 12, 15):
+            replay(pair, 8, hops)
+    assert pair.ffn_page.snapshot().errors == 4
+    assert sum("such steps are computed eagerly" in text for text in caplog.messages) == 1
 
 
 def test_what_a_server_said_before_it_closed_is_read_past_the_reset(pair: Pair) -> None:

@@ -94,7 +94,9 @@ class GpuFfnConnector(SocketFfnConnector):
             peer.step_begins()
         if what is Announced.EAGER or (what is Announced.GRAPH and rows not in peer.graphs):
             if what is Announced.GRAPH:
-                self._missing(f"no graph of {rows} rows for attention rank {peer.rank}: the step is computed eagerly")
+                text = f"no graph of {rows} rows for attention rank {peer.rank}: such steps are computed eagerly"
+                self._missing(text, say=rows not in peer.missing)
+                peer.missing.add(rows)
             return True
         peer.unanswered.discard(header.micro_batch)
         if what is Announced.CAPTURE:
@@ -148,8 +150,9 @@ class GpuFfnConnector(SocketFfnConnector):
                 buffers.send(self._compute(layer, buffers.receive(rows, layer)).contiguous(), layer)
         return graph
 
-    def _missing(self, text: str) -> None:
-        log.error("%s", text)
+    def _missing(self, text: str, *, say: bool = True) -> None:
+        if say:
+            log.error("%s", text)
         if self._page is not None:
             self._page.count(Event.ERROR, text)
 
@@ -219,6 +222,7 @@ class GpuPeer(Peer):
         self.max_rows = greeting.max_rows
         self.hang_up = self.watch()
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.missing: set[int] = set()  # sizes without a graph of which the log knows
         self.pool = torch.cuda.graph_pool_handle()
         self.let_go = False
         # One byte more than any message may have, so that a longer one shows.
