@@ -13,15 +13,15 @@ from afdpatch.registry.lineage import (
     binds_at,
     bound,
     bound_before,
-    branches,
     end,
     given,
     imported,
     lineage,
     position,
     possible,
+    possible_names,
 )
-from afdpatch.registry.scope import COMPREHENSIONS, Binding, at_import, dotted
+from afdpatch.registry.scope import COMPREHENSIONS, Binding, at_import
 from afdpatch.registry.source import SourceFile, SourceTree
 
 _Step = tuple[SourceFile, Sequence[str], Mapping[str, Sequence[Binding]], "ast.stmt | None"]
@@ -83,9 +83,8 @@ class Leads:
                     classes = lineage(self._tree, Class(source, node))
                     owner = next((cls for cls in classes if cls.bound(names[1])), classes[0])
                     ends.add(f"{owner.symbol}.{names[1]}")
-                values = [part for value in given(node, names[0]) for part in branches(value)] if names[1:] else []
-                others = [other for other in map(dotted, values) if other]
-                if others:  # `E = core.Engine`
+                values = given(node, names[0]) if names[1:] else ()
+                if others := [other for value in values for other in possible_names(value)]:  # `E = core.Engine`
                     then = at and node if source is self._source else node
                     todo += [(source, [*other, *names[1:]], local, then) for other in others]
                 else:
@@ -116,8 +115,7 @@ class Leads:
                     yield cls.source, names, {names[0]: [item]}, None
                     continue
                 before = {name: bound_before(items, position(item.node)) for name, items in scope.items()}
-                values = (part for value in given(item.node, names[0]) for part in branches(value))
-                for other in filter(None, map(dotted, values)):
+                for other in (other for value in given(item.node, names[0]) for other in possible_names(value)):
                     yield cls.source, [*other, *names[1:]], before, item.node
             if any(not item.within for item in found):
                 return

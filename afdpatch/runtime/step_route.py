@@ -83,16 +83,16 @@ class StepRoute(Route):
         except StaleGraph as error:
             self._missing(str(error))
             return False
-        if self._gpu.under_way is not None:
-            self._gpu.under_way.hold(rows)
+        assert self._gpu.under_way is not None  # it has just been announced there
+        self._gpu.under_way.hold(rows)
         if self._page is not None:
             self._page.count_hops(len(layers) - 1, rows, rows * self._row_bytes)
         return True
 
     def end_replay(self) -> None:
         """To be called when the graph's replay is in the current stream."""
-        if self._gpu.under_way is not None:
-            self._gpu.under_way.replayed()
+        assert self._gpu.under_way is not None
+        self._gpu.under_way.replayed()
 
     def graphs_stand(self) -> bool:
         """Whether a step may be planned as a graph's replay; False is counted as an error."""

@@ -121,6 +121,7 @@ ASSIGNED = {
     "by a name with another": "from . import core\nX, E = 1, core.Engine\nE.run = len",
     "by a name in an expression": "from . import core\nif (E := core.Engine): E.run = len",
     "by a name that is given there": "from . import core\n(E := core.Engine).run = len",
+    "by a name for a part of one of two": "from . import core\nE = (core or X).Engine\nE.run = len",
     "by one of two": "from . import core\n(core.Engine or core.Root).run = len",
     "by a name in an expression or before": "from . import core\nE = core.Engine\nX and (E := core.Root)\nE.run = len",
     "by a class's name": "from . import core\nclass C:\n    E = core.Engine\n    E.run = len",

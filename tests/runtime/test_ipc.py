@@ -97,16 +97,19 @@ class Pair:
         self.frozen: list[bool] = []
         self.computed: list[int] = []  # rows of each computation
         self.start_ffn()
-        self.route = StepRoute(self.config, 0, self.attention_page)
-        self.route.connect(greeting("attention"))
-        self.route.wait_ready()
+        self.connect()
 
-    def start_ffn(self, serving: bool = True) -> None:
+    def start_ffn(self, serving: bool = True, **changes: Any) -> None:
         connector = gpu_ffn_connector(self.config, 0, self.compute, self.frozen.append, self.ffn_page)
-        self.loop = FfnLoop(connector, self.compute, self.ffn_page, greeting("ffn"))
+        self.loop = FfnLoop(connector, self.compute, self.ffn_page, greeting("ffn", **changes))
         self.loop.start()
         if serving:
             self.loop.serve()
+
+    def connect(self, **changes: Any) -> None:
+        self.route = StepRoute(self.config, 0, self.attention_page)
+        self.route.connect(greeting("attention", **changes))
+        self.route.wait_ready()
 
     def compute(self, layer: int, hidden: Tensor) -> Tensor:
         if self.fails:
@@ -125,13 +128,8 @@ class Pair:
         """Both sides anew, with other greetings."""
         self.close()
         StandInBuffers.sides.clear()
-        connector = gpu_ffn_connector(self.config, 0, self.compute, self.frozen.append, self.ffn_page)
-        self.loop = FfnLoop(connector, self.compute, self.ffn_page, greeting("ffn", **changes))
-        self.loop.start()
-        self.loop.serve()
-        self.route = StepRoute(self.config, 0, self.attention_page)
-        self.route.connect(greeting("attention", **changes))
-        self.route.wait_ready()
+        self.start_ffn(**changes)
+        self.connect(**changes)
 
     def close(self) -> None:
         self.route.close()
@@ -312,9 +310,7 @@ def test_the_most_that_can_come_is_what_this_servers_greeting_says_and_not_its_f
     """vLLM's workspace is locked while there are graphs: a later peer with longer steps could never be computed."""
     pair.route.close()
     until(lambda: pair.ffn_page.snapshot().peers == 0, "it has left")
-    pair.route = StepRoute(pair.config, 0, pair.attention_page)
-    pair.route.connect(greeting("attention", max_rows=12))
-    pair.route.wait_ready()
+    pair.connect(max_rows=12)
     pair.step(2)
     pair.computed.clear()
     capture(pair, 8, capturing)
