@@ -3,6 +3,7 @@
 import pytest
 
 from afdpatch.runtime.status import StatusPage
+from tests.runtime.gpu_pair import capturing, pair, replays  # noqa: F401 - fixtures
 
 from .helpers import ffn_process, new_address
 

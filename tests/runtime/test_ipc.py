@@ -1,21 +1,18 @@
-"""The hosts' side of the `ipc` connector, without a GPU: handles, announcements, lost steps, the way back."""
+"""The hosts' side of the `ipc` connector, without a GPU: handles, announcements, lost steps, drains."""
 
 import os
 import socket
 import threading
 import time
 import types
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from afdpatch.runtime.config import AfdConfig
-from afdpatch.runtime.connectors import ipc_attention, ipc_ffn
+from afdpatch.runtime.connectors import ipc_ffn
 from afdpatch.runtime.connectors._ipc import Announced, HandlePage, HangUp
 from afdpatch.runtime.connectors.base import ConnectionRefused, FfnError, InvalidHop, NoFfnServer, StepLost
 from afdpatch.runtime.connectors.factory import gpu_ffn_connector
@@ -23,18 +20,9 @@ from afdpatch.runtime.ffn_loop import FfnLoop
 from afdpatch.runtime.protocol import Header, Kind, ProtocolError, error_message
 from afdpatch.runtime.status import State, StatusPage
 from afdpatch.runtime.step_route import StepRoute
-from tests.runtime import helpers
-from tests.runtime.gpu_stand_in import StandInBuffers, StandInGraph
-from tests.runtime.helpers import free_port, until
-
-LAYERS = (0, 1, 2)
-HIDDEN = 8
-
-
-greeting = partial(
-    helpers.greeting, layers=LAYERS, hidden_size=HIDDEN, max_rows=16, micro_batches=1, num_attention_ranks=1
-)
-
+from tests.runtime.gpu_pair import HIDDEN, LAYERS, Pair, greeting
+from tests.runtime.gpu_stand_in import StandInBuffers
+from tests.runtime.helpers import until
 
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
@@ -86,168 +74,11 @@ def test_a_peer_that_goes_is_noticed_by_the_watch_and_a_stopped_watch_says_nothi
 # ---- a pair ---------------------------------------------------------------------------------------------------------
 
 
-class Pair:
-    """An FFN loop and a route that hop through stand-ins."""
-
-    def __init__(self) -> None:
-        keys = {"hop_timeout_s": 5, "connect_timeout_s": 10, "recovery_timeout_s": 8}
-        self.config = AfdConfig.parse({"connector": "ipc", "port": free_port(), "connector_extra_config": keys})
-        self.attention_page, self.ffn_page = StatusPage.create("attention"), StatusPage.create("ffn")
-        self.fails = False
-        self.frozen: list[bool] = []
-        self.computed: list[int] = []  # rows of each computation
-        self.start_ffn()
-        self.connect()
-
-    def start_ffn(self, serving: bool = True, **changes: Any) -> None:
-        connector = gpu_ffn_connector(self.config, 0, self.compute, self.frozen.append, self.ffn_page)
-        self.loop = FfnLoop(connector, self.compute, self.ffn_page, greeting("ffn", **changes))
-        self.loop.start()
-        if serving:
-            self.loop.serve()
-
-    def connect(self, **changes: Any) -> None:
-        self.route = StepRoute(self.config, 0, self.attention_page)
-        self.route.connect(greeting("attention", **changes))
-        self.route.wait_ready()
-
-    def compute(self, layer: int, hidden: Tensor) -> Tensor:
-        if self.fails:
-            raise ValueError("it can't be computed")
-        self.computed.append(len(hidden))
-        return hidden * (layer + 2)
-
-    def step(self, rows: int) -> float:
-        hidden = torch.ones(rows, HIDDEN)
-        for layer in LAYERS:
-            hidden = self.route.hop(hidden, layer)
-        self.route.check(self.route.under_way)
-        return float(hidden[0, 0])
-
-    def restart(self, **changes: Any) -> None:
-        """Both sides anew, with other greetings."""
-        self.close()
-        StandInBuffers.sides.clear()
-        self.start_ffn(**changes)
-        self.connect(**changes)
-
-    def close(self) -> None:
-        self.route.close()
-        self.loop.stop()
-
-
-@pytest.fixture
-def capturing() -> list[bool]:
-    return [False]
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each graph that the FFN's host replayed."""
-    found: list[int] = []
-    original = ipc_ffn.GpuFfnConnector._begin
-
-    def begin(self: Any, said: Any) -> bool:
-        eager = original(self, said)
-        if not eager and said.header.offset == Announced.GRAPH:
-            found.append(said.header.rows)
-        return eager
-
-    monkeypatch.setattr(ipc_ffn.GpuFfnConnector, "_begin", begin)
-    return found
-
-
-@pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch, capturing: list[bool]) -> Iterator[Pair]:
-    for module in (ipc_attention, ipc_ffn):
-        monkeypatch.setattr(module, "HopBuffers", StandInBuffers)
-    idle = types.SimpleNamespace(query=lambda: True)
-    for name, value in {
-        "current_device": lambda: 0,
-        "is_current_stream_capturing": lambda: capturing[0],
-        "graph_pool_handle": lambda: 0,
-        "synchronize": lambda *device: None,
-        "current_stream": lambda *device: idle,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-
-    def record(self: Any, peer: Any, rows: int) -> StandInGraph:
-        def step() -> None:
-            for layer in peer.layers:
-                peer.buffers.send(self._compute(layer, peer.buffers.receive(rows, layer)), layer)
-
-        graph = StandInGraph()
-        graph.step = step
-        return graph
-
-    monkeypatch.setattr(ipc_ffn.GpuFfnConnector, "_record", record)
-    made = Pair()
-    yield made
-    made.close()
-
-
 def test_a_step_is_announced_once_and_its_hops_are_counted_on_both_sides(pair: Pair) -> None:
     assert pair.step(4) == 24.0
     assert pair.step(16) == 24.0
     until(lambda: pair.ffn_page.snapshot().hops == 6, "all hops at the FFN")
     assert pair.attention_page.snapshot().hops == 6 and pair.ffn_page.snapshot().steps == 2
-
-
-def test_a_captured_step_is_replayed_as_a_whole_and_an_unknown_graph_is_an_error(
-    pair: Pair, capturing: list[bool]
-) -> None:
-    with pytest.raises(InvalidHop, match="replay of 8 rows"):
-        pair.route.begin_replay(8)
-    connection = pair.route.under_way
-    assert connection is None
-    pair.step(8)
-    capture(pair, 8, capturing)
-    replay(pair, 8, hops=6)
-    assert pair.ffn_page.snapshot().errors == 0
-    assert pair.attention_page.snapshot().hops == pair.ffn_page.snapshot().hops == 6
-
-
-def test_of_a_step_whose_pieces_were_captured_the_ffns_half_is_replayed(
-    pair: Pair, replays: list[int], capturing: list[bool]
-) -> None:
-    """The hops of such a step stay launches here; only steps of other sizes are computed layer by layer there."""
-    pair.step(2)
-    pair.computed.clear()
-    for _ in LAYERS:
-        pair.route.pieces_captured(8)
-    assert pair.step(8) == pair.step(4) == pair.step(8) == 24.0
-    capture(pair, 8, capturing)  # the graph of a whole step, of the same size
-    replay(pair, 8, hops=15)
-    until(lambda: replays == [8, 8, 8], "three replays")
-    assert pair.computed == [row for rows in (16, 8, 8, 4, 8, 8) for row in [rows] * len(LAYERS)]
-    assert pair.ffn_page.snapshot().errors == 0
-    assert pair.attention_page.snapshot().hops == pair.ffn_page.snapshot().hops == 15
-
-
-def test_what_was_captured_in_pieces_is_told_to_each_server_that_comes(pair: Pair, replays: list[int]) -> None:
-    pair.route.pieces_captured(8)
-    assert pair.step(8) == 24.0
-    pair.loop.stop()
-    assert pair.attention_page.snapshot().peers == 1
-    pair.route.pieces_captured(4)  # it has gone, and nobody knows
-    assert pair.attention_page.snapshot().peers == 0
-    pair.route.pieces_captured(2)  # there is none
-    pair.computed.clear()
-    threading.Timer(0.5, pair.start_ffn).start()
-    assert pair.step(8) == 24.0
-    assert pair.step(4) == pair.step(2) == 24.0
-    until(lambda: replays == [8, 8, 4, 2], "the four replays")
-    assert pair.computed == [row for rows in (16, 8, 8, 4, 4, 2, 2) for row in [rows] * len(LAYERS)]
-    assert pair.ffn_page.snapshot().errors == 0
-
-
-def test_pieces_that_are_captured_while_a_connection_is_made_are_told_before_their_first_step(
-    pair: Pair, replays: list[int]
-) -> None:
-    pair.route._gpu.pieces.add(8)  # too late for `connect`, and before the connection serves
-    assert pair.step(8) == 24.0
-    until(lambda: replays == [8], "the replay")
-    assert pair.ffn_page.snapshot().errors == 0
 
 
 def test_a_step_whose_layer_failed_is_not_to_be_repeated_and_the_next_one_goes_on(pair: Pair) -> None:
@@ -256,65 +87,6 @@ def test_a_step_whose_layer_failed_is_not_to_be_repeated_and_the_next_one_goes_o
         pair.step(3)
     pair.fails = False
     assert pair.step(3) == 24.0
-
-
-def test_a_step_waits_for_a_server_that_comes_back_and_graphs_are_captured_again(
-    pair: Pair, capturing: list[bool]
-) -> None:
-    pair.step(8)
-    capture(pair, 8, capturing)
-    pair.loop.stop()
-    threading.Timer(0.5, pair.start_ffn).start()
-    assert pair.step(8) == 24.0
-    until(lambda: pair.frozen.count(True) == 2, "the graph at the new server")
-    replay(pair, 8, hops=9)
-    assert pair.ffn_page.snapshot().errors == 0
-
-
-def test_a_server_computes_the_most_that_can_come_and_each_size_before_its_first_graph(
-    pair: Pair, capturing: list[bool]
-) -> None:
-    """A new one is asked for graphs before any step; vLLM's workspace must not grow under a graph."""
-    pair.step(2)
-    capture(pair, 8, capturing)
-    pair.loop.stop()
-    pair.computed.clear()
-    pair.start_ffn()
-    assert pair.step(2) == 24.0
-    assert pair.computed == [16] * len(LAYERS) + [8] * len(LAYERS) + [2] * len(LAYERS)
-
-
-@pytest.mark.parametrize("sizes", [12, 400], ids=["some", "more than the socket holds"])
-def test_a_step_at_a_server_that_came_back_does_not_wait_for_the_graphs_of_all_sizes(
-    pair: Pair, replays: list[int], sizes: int
-) -> None:
-    """That may take longer than a hop may: a step that waited for all would be lost, and so would each repeat."""
-    pair.restart(max_rows=sizes)
-    assert pair.step(2) == 24.0
-    pair.route._gpu.pieces.update(range(1, sizes + 1))
-    connection = pair.route.under_way
-    assert connection is not None and connection._sock is not None
-    connection._sock.shutdown(socket.SHUT_RDWR)
-    until(lambda: pair.ffn_page.snapshot().peers == 0, "no peer at the FFN")
-    pair.computed.clear()
-    assert pair.step(8) == pair.step(8) == 24.0
-    until(lambda: replays == [8, 8], "two replays")
-    # The largest is captured first: the others find room in its graph's memory.
-    assert pair.computed == [row for rows in (sizes, sizes, 8, 8, 8) for row in [rows] * len(LAYERS)]
-    assert pair.ffn_page.snapshot().errors == 0
-
-
-def test_the_most_that_can_come_is_what_this_servers_greeting_says_and_not_its_first_peers(
-    pair: Pair, capturing: list[bool]
-) -> None:
-    """vLLM's workspace is locked while there are graphs: a later peer with longer steps could never be computed."""
-    pair.route.close()
-    until(lambda: pair.ffn_page.snapshot().peers == 0, "it has left")
-    pair.connect(max_rows=12)
-    pair.step(2)
-    pair.computed.clear()
-    capture(pair, 8, capturing)
-    assert pair.computed == [16] * len(LAYERS) + [8] * len(LAYERS)
 
 
 @pytest.mark.parametrize(("a2f_dtype", "wire"), [("auto", ""), ("fp8_e4m3", "float8_e4m3fn")])
@@ -428,25 +200,6 @@ def test_a_peer_for_whose_buffers_there_is_no_memory_is_refused_and_the_server_g
     assert pair.step(2) == 24.0
 
 
-def test_where_no_graph_can_be_captured_nothing_stays_frozen_and_each_step_without_is_counted_and_told_once(
-    pair: Pair, capturing: list[bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def record(self: Any, peer: Any, rows: int) -> None:
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(ipc_ffn.GpuFfnConnector, "_record", record)
-    pair.step(2)
-    capture(pair, 8, capturing)
-    until(lambda: pair.frozen == [True, False], "not frozen any more")
-    assert pair.ffn_page.snapshot().errors == 1
-    assert pair.step(2) == 24.0
-    with caplog.at_level("ERROR"):
-        for hops in (9, 12, 15):
-            replay(pair, 8, hops)
-    assert pair.ffn_page.snapshot().errors == 4
-    assert sum("such steps are computed eagerly" in text for text in caplog.messages) == 1
-
-
 def test_what_a_server_said_before_it_closed_is_read_past_the_reset(pair: Pair) -> None:
     """It closes with announcements unread: the socket tells of the reset first, and then gives the error."""
     pair.step(2)
@@ -473,38 +226,6 @@ def test_what_was_under_way_when_the_connection_broke_is_lost(pair: Pair) -> Non
     with pytest.raises(StepLost):
         pair.route.check(begun)
     assert pair.step(2) == 24.0
-
-
-def test_a_graph_is_launched_over_the_connection_on_which_it_was_announced_or_not_at_all(
-    pair: Pair, capturing: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over the next one nobody has announced it: its rows would be taken for those of the step that is."""
-    pair.step(8)
-    capture(pair, 8, capturing)
-    assert pair.route.begin_replay(8)
-    connection = pair.route.under_way
-    assert connection is not None and connection._sock is not None
-    connection._sock.shutdown(socket.SHUT_RDWR)
-    tending = threading.Thread(target=pair.route.tend)
-    tending.start()
-    tending.join(0.5)
-    assert connection._sock is not None
-    pair.route.end_replay()
-    tending.join(10)
-    with pytest.raises(StepLost):
-        pair.route.check(connection)
-    assert pair.step(8) == 24.0
-    original = StepRoute.hop
-
-    def hop(self: StepRoute, *of: Any) -> Tensor:
-        result = original(self, *of)
-        assert self.under_way is not None
-        self._peers.lose(self.under_way, "just now")
-        return result
-
-    monkeypatch.setattr(StepRoute, "hop", hop)
-    with pytest.raises(StepLost, match=r"replay of 8 rows: .*closed"):
-        pair.route.begin_replay(8)
 
 
 def test_the_watch_over_a_lost_connection_aborts_nothing_of_the_next_one(pair: Pair) -> None:
@@ -544,16 +265,6 @@ def test_a_draining_server_lets_its_peer_go_between_steps(pair: Pair) -> None:
     until(lambda: pair.ffn_page.snapshot().peers == 0, "no peer at the draining server")
     pair.ffn_page.request_drain(False)
     assert pair.step(2) == 24.0
-
-
-def test_a_draining_server_that_still_loads_lets_a_peer_go_that_wants_its_graphs(pair: Pair) -> None:
-    pair.step(2)
-    pair.route.pieces_captured(8)
-    pair.loop.stop()
-    pair.start_ffn(serving=False)
-    until(lambda: pair.route.tend() or pair.ffn_page.snapshot().peers == 1, "the peer")
-    pair.ffn_page.request_drain(True)
-    until(lambda: pair.ffn_page.snapshot().peers == 0, "no peer at the draining server")
 
 
 def test_a_draining_server_sleeps_while_the_gpu_is_at_work(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -632,32 +343,3 @@ def test_a_draining_server_keeps_a_peer_to_whom_it_owes_a_step(
     assert dropped == [peer]
     connector._peers = {}
     ours.close(), theirs.close()
-
-
-def capture(pair: Pair, rows: int, capturing: list[bool]) -> None:
-    """What vLLM's capture does: each layer's launch is recorded, and nothing is computed or counted."""
-    connection, before = pair.route.under_way, pair.attention_page.snapshot().hops
-    assert connection is not None and connection._end.buffers is not None
-    recorded: list[int] = []
-    connection._end.buffers.exchange = lambda tensor, layer, *rest: recorded.append(layer) or tensor  # type: ignore
-    capturing[0] = True
-    for layer in LAYERS:
-        pair.route.hop(torch.ones(rows, HIDDEN), layer)
-    capturing[0] = False
-    del connection._end.buffers.exchange  # type: ignore[attr-defined]
-    assert recorded == list(LAYERS) and pair.attention_page.snapshot().hops == before
-    until(lambda: True in pair.frozen, "the graph's other half")
-
-
-def replay(pair: Pair, rows: int, hops: int) -> None:
-    """A replayed step: what the graph's launches do. The FFN has counted so many hops after it."""
-    pair.route.begin_replay(rows)
-    connection = pair.route.under_way
-    assert connection is not None and connection._end.buffers is not None
-    hidden = torch.ones(rows, HIDDEN)
-    for layer in LAYERS:
-        hidden = connection._end.buffers.exchange(hidden, layer, 0, hidden)
-    pair.route.end_replay()
-    pair.route.check(connection)
-    assert float(hidden[0, 0]) == 24.0
-    until(lambda: pair.ffn_page.snapshot().hops == hops, "the replayed step at the FFN")
